@@ -1,0 +1,313 @@
+"""The protocols and report types: the one file to read first.
+
+Nothing here computes. A weighting turns a Gramian into weights, a trigger turns one into a decision, a teleporter
+turns a problem into a move; :class:`cost_mtl.COST` connects them. Notation throughout (Zhou et al., COST, 2025):
+K tasks, losses L [K], task gradients G [K, m] of the m shared parameters theta, Gramian M = G G^T [K, K], mean
+gradient g_0 = (1/K) sum_i g_i, weights w [K], combined direction d = G^T w [m].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Closure",
+    "Losses",
+    "Move",
+    "ObservingWeighting",
+    "SolverReport",
+    "Solution",
+    "SolvingWeighting",
+    "State",
+    "StatefulWeighting",
+    "StepReport",
+    "TeleportProblem",
+    "TeleportReport",
+    "Teleporter",
+    "Trigger",
+    "Weighed",
+    "Weighting",
+    "WeightingInputs",
+]
+
+Losses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+"""K scalar losses with their graph: a tensor [K] (or [] for one task), a sequence or a mapping of scalar tensors."""
+
+Closure = Callable[..., Losses]
+"""``closure(*batch) -> Losses``. Called once in an ordinary step, several times in a step that teleports."""
+
+State = dict[str, Any]
+"""Tensors, numbers, strings and plain containers of them: what ``torch.load(weights_only=True)`` accepts."""
+
+
+# ------------------------------------------------------------------------------------------------ weightings
+
+
+@runtime_checkable
+class Weighting(Protocol):
+    """A rule that sees only the Gramian."""
+
+    def __call__(self, gramian: Tensor, /) -> Tensor:
+        """Weights w [K] for the Gramian M [K, K], on M's device and in M's dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class SolverReport:
+    """How a solve ended. The fields may be tensors on the device: nothing is read back until you ask.
+
+    Attributes:
+        iterations: iterations done.
+        residual: relative residual of the method's own equation (its docstring says which).
+        code: index into :attr:`STATUSES`.
+    """
+
+    STATUSES = ("converged", "stationary", "not_converged", "non_finite")
+
+    iterations: int | Tensor
+    residual: float | Tensor
+    code: int | Tensor = 0
+
+    @property
+    def status(self) -> str:
+        """``"converged"``; ``"stationary"`` (a convex combination of the task gradients vanishes, so the equation has
+        no finite solution: the documented bounded answer was returned); ``"not_converged"``; ``"non_finite"``."""
+        return self.STATUSES[int(self.code)]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Weights [K] and how they were found."""
+
+    weights: Tensor
+    report: SolverReport
+
+
+@runtime_checkable
+class SolvingWeighting(Weighting, Protocol):
+    """A weighting that also says how its solve went; ``solve(M).weights`` is what calling it returns."""
+
+    def solve(self, gramian: Tensor, /) -> Solution: ...
+
+
+@dataclass(frozen=True)
+class WeightingInputs:
+    """All that a :class:`StatefulWeighting` may look at in one step.
+
+    Attributes:
+        gramian: M [K, K].
+        losses: detached losses [K].
+        gradients: G [K, m]. Read only: it is COST's buffer.
+        step: steps done before this one, counted from 0; randomness is keyed on (the method's seed, step).
+    """
+
+    gramian: Tensor
+    losses: Tensor
+    gradients: Tensor
+    step: int
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What a :class:`StatefulWeighting` returns.
+
+    Attributes:
+        weights: w [K].
+        state: the state for the next call.
+        direction: the combined gradient [m], for the methods that are no linear combination of the rows of G
+            (GradDrop); None means G^T w.
+        solver: how the solve went, if there was one.
+        parameter_grads: (parameter, gradient) pairs of the method's own learnable parameters (Uncertainty);
+            COST writes them to ``.grad`` and whichever optimizer holds the parameters steps them.
+    """
+
+    weights: Tensor
+    state: State = field(default_factory=dict)
+    direction: Tensor | None = None
+    solver: SolverReport | None = None
+    parameter_grads: tuple[tuple[nn.Parameter, Tensor], ...] = ()
+
+
+@runtime_checkable
+class StatefulWeighting(Protocol):
+    """A rule that needs the losses, the whole gradients or a memory. The object holds settings only; COST keeps the
+    state, hands it in, and saves it in ``state_dict()``."""
+
+    def initial_state(self, num_tasks: int) -> State: ...
+
+    def weigh(self, inputs: WeightingInputs, state: State) -> Weighed: ...
+
+
+@runtime_checkable
+class ObservingWeighting(StatefulWeighting, Protocol):
+    """A stateful rule that also wants the losses after the update, on the same batch (FAMO). COST evaluates the
+    closure once more after the base optimizer's step, without gradients: the one exception to one call a step."""
+
+    def observe(self, losses_after: Tensor, state: State) -> State: ...
+
+
+# ------------------------------------------------------------------------------------------------ triggers
+
+
+@runtime_checkable
+class Trigger(Protocol):
+    """When to teleport, from the Gramian alone. COST hands in a host copy, so a plain bool costs no extra sync."""
+
+    def __call__(self, gramian: Tensor, /) -> bool: ...
+
+
+# ------------------------------------------------------------------------------------------------ teleports
+
+
+class TeleportProblem(Protocol):
+    """What a teleporter may see and do: evaluate the losses where the model stands now, and move it.
+
+    Every evaluation of one batch runs under the same random streams and from the same buffers, so two of them differ
+    only in the parameters; running statistics do not accumulate. With several processes losses and gradients are
+    already the mean over them. Parameters may be moved at will: the transaction that calls the teleporter puts every
+    bit back before it applies the returned move.
+    """
+
+    model: nn.Module
+    params: Sequence[nn.Parameter]
+    """The trainable shared parameters, in the order of the columns of G."""
+    batches: int
+    """Number of batches that may be used: 0 is the current one, 1, 2, ... earlier ones, latest first."""
+    losses: Tensor
+    """L [K], float64, at theta on batch 0."""
+    gradients: Tensor
+    """G [K, m] at theta on batch 0."""
+    gramian: Tensor
+    """M [K, K], float64, of G."""
+    scale: Tensor | None
+    """Root of the base optimizer's second moment [m], or None where it has none (SGD) or has not stepped yet."""
+    generator: torch.Generator
+    """CPU generator keyed on (seed, step), the same on every process."""
+
+    def evaluate(self, batch: int = 0) -> Tensor:
+        """L [K], float64, detached, on the given batch where the model stands now."""
+        ...
+
+    def evaluate_gradients(
+        self, batch: int = 0, *, wrt: Sequence[Tensor] | None = None, tasks: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Losses [K] and gradients [R, n] with respect to ``wrt`` (default: params). Row r is the gradient of the sum
+        of the losses in ``tasks[r]``; by default R = K and row i is task i's."""
+        ...
+
+    def at(self, delta: Tensor) -> AbstractContextManager[None]:
+        """Context in which the parameters stand at theta + delta [m]; afterwards they have their bits back."""
+        ...
+
+
+@dataclass(frozen=True)
+class Move:
+    """A proposed change of the shared parameters, with its diagnostics.
+
+    Attributes:
+        delta: [m], in the order of ``problem.params``, added in each parameter's own dtype.
+        objective: what it was meant to improve, one of ``"conflict"`` (the smallest cosine with the mean gradient),
+            ``"norm"`` (the balanced gradient norms) or ``"none"`` (a placebo: accepted on drift alone).
+        used: the batches that the move was fitted on; the transaction checks the drift on these and on one more.
+        inner_steps: optimisation steps taken inside.
+        skipped_layers: name -> why a layer of the shared part took no part.
+        notes: anything else worth reporting (a fallback taken, say).
+    """
+
+    delta: Tensor
+    objective: str
+    used: tuple[int, ...] = (0,)
+    inner_steps: int = 1
+    skipped_layers: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class Teleporter(Protocol):
+    """Proposes a move. Snapshot, verification, acceptance and restoring are COST's, the same for all teleporters."""
+
+    def propose(self, problem: TeleportProblem, /) -> Move: ...
+
+
+# ------------------------------------------------------------------------------------------------ reports
+
+
+@dataclass(frozen=True)
+class TeleportReport:
+    """One attempted teleport.
+
+    Attributes:
+        accepted: whether the parameters were moved. If not, every bit is what it was.
+        reason: one sentence: why it was accepted or rejected.
+        losses_before, losses_after: [K] on the current batch (after: of the last candidate checked).
+        norms_before, norms_after: task gradient norms [K]; ``norms_after`` is None where the candidate's gradients
+            were not computed (its losses had already left the tolerance).
+        cosines_before, cosines_after: cos(g_i, g_0) [K]; likewise.
+        drift: largest relative change of a loss over the batches that the move was fitted on.
+        drift_heldout: the same on a batch that it was not fitted on; None without one.
+        sigma: HTR's blend factor for the coming step (1: history kept); None if rejected.
+        inner_steps: optimisation steps inside the teleporter.
+        closure_calls: evaluations of the closure that the teleport cost.
+        seconds: wall time.
+        skipped_layers: name -> why a shared layer took no part.
+        objective: what the move was meant to improve (see :class:`Move`).
+        length: ||delta|| / ||theta|| of the last candidate checked.
+        notes: remarks of the teleporter.
+    """
+
+    accepted: bool
+    reason: str
+    losses_before: Tensor
+    losses_after: Tensor | None
+    norms_before: Tensor
+    norms_after: Tensor | None
+    cosines_before: Tensor
+    cosines_after: Tensor | None
+    drift: float | None
+    drift_heldout: float | None
+    sigma: float | None
+    inner_steps: int
+    closure_calls: int
+    seconds: float
+    skipped_layers: Mapping[str, str]
+    objective: str
+    length: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step. Tensors stay on the device until you read them.
+
+    Attributes:
+        losses: detached losses [K], before the step (and before a teleport).
+        names: task names, the mapping's keys or "0", "1", ...
+        gramian: M [K, K] of the gradients that the update was made from; None in a step that reuses its weights
+            (``every`` > 1) or has one task.
+        weights: w [K].
+        cosines: cos(g_i, g_0) [K]; None where gramian is.
+        norms: ||g_i|| [K]; None where gramian is.
+        conflict: what the trigger said; None when it was not evaluated.
+        teleport: the teleport attempted in this step, or None.
+        solver: how the weighting's solve went, or None if it does not say.
+        skipped: True when ``on_nonfinite="skip"`` (or a loss scaler) left the parameters alone.
+        skipped_total: steps skipped so far.
+    """
+
+    losses: Tensor
+    names: tuple[str, ...]
+    gramian: Tensor | None
+    weights: Tensor
+    cosines: Tensor | None
+    norms: Tensor | None
+    conflict: bool | None
+    teleport: TeleportReport | None
+    solver: SolverReport | None
+    skipped: bool = False
+    skipped_total: int = 0
