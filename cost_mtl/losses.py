@@ -1,0 +1,125 @@
+"""What a closure returned, taken apart into K separate roots of the autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+EXPECTED = (
+    "expected the closure to return K losses with their graph: a tensor [K], a sequence of scalar tensors, "
+    "or a mapping name -> scalar tensor"
+)
+
+
+@dataclass(frozen=True)
+class TaskLosses:
+    """K losses of one evaluation.
+
+    Attributes:
+        names: K task names.
+        values: detached losses [K].
+        roots: where each task's backward pass starts; None for a loss without a graph (its gradient is zero).
+    """
+
+    names: tuple[str, ...]
+    values: Tensor
+    roots: tuple[Tensor | GradientEdge | None, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def split_losses(losses: object) -> TaskLosses:
+    """Take apart whatever a closure may return (:data:`cost_mtl.base.Losses`).
+
+    A tensor that ``torch.stack`` made of K scalars is taken back to the K scalars: a backward pass through the stack
+    would walk every task's graph with zeros, turn ``None`` gradients into zeros, and leak one task's NaN into the
+    others (0 * NaN). Any other tensor [K] is unbound, with just these drawbacks.
+
+    Raises:
+        TypeError: not a tensor, sequence or mapping of tensors.
+        ValueError: a wrong shape, no loss at all, or none that needs a gradient.
+    """
+    if isinstance(losses, Tensor):
+        tasks = _from_tensor(losses)
+    elif isinstance(losses, Mapping):
+        tasks = _from_scalars([str(name) for name in losses], list(losses.values()))
+    elif isinstance(losses, Sequence) and not isinstance(losses, str | bytes):
+        tasks = _from_scalars([str(i) for i in range(len(losses))], list(losses))
+    else:
+        raise TypeError(f"{EXPECTED}; got {_describe(losses)}")
+    if all(root is None for root in tasks.roots):
+        raise ValueError(f"{EXPECTED}; none of the {len(tasks)} losses has a graph (requires_grad is False): were they "
+                         "detached, turned into numbers, or computed under no_grad?")  # fmt: skip
+    return tasks
+
+
+def _describe(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _from_scalars(names: list[str], scalars: list[object]) -> TaskLosses:
+    if not scalars:
+        raise ValueError(f"{EXPECTED}; got none")
+    roots: list[Tensor] = []
+    for name, scalar in zip(names, scalars, strict=True):
+        if not isinstance(scalar, Tensor):
+            raise TypeError(f"{EXPECTED}; the loss of task {name!r} is {_describe(scalar)}")
+        if scalar.numel() != 1:
+            raise ValueError(f"{EXPECTED}; the loss of task {name!r} is {_describe(scalar)}, not a scalar: reduce it "
+                             "to one number first, e.g. with .mean()")  # fmt: skip
+        roots.append(scalar.reshape(()))
+    device = next((root.device for root in roots if root.requires_grad), roots[0].device)
+    values = torch.stack([root.detach().to(device, _real_dtype(root)) for root in roots])
+    return TaskLosses(tuple(names), values, tuple(root if root.requires_grad else None for root in roots))
+
+
+def _real_dtype(loss: Tensor) -> torch.dtype:
+    # Losses of mixed precision are stacked for the report; float64 is kept, everything narrower becomes float32.
+    return torch.float64 if loss.dtype == torch.float64 else torch.float32
+
+
+def _from_tensor(losses: Tensor) -> TaskLosses:
+    if losses.dim() > 1 or losses.numel() == 0:
+        raise ValueError(f"{EXPECTED}; got {_describe(losses)}")
+    if not losses.dtype.is_floating_point:
+        raise TypeError(f"{EXPECTED}; got a tensor of {losses.dtype}")
+    names = tuple(str(i) for i in range(losses.numel()))
+    if not losses.requires_grad:
+        return TaskLosses(names, losses.detach().reshape(-1), (None,) * losses.numel())
+    if losses.dim() == 0:
+        return TaskLosses(names, losses.detach().reshape(1), (losses,))
+    edges = _unstack(losses)
+    roots = losses.unbind() if edges is None else edges
+    return TaskLosses(names, losses.detach(), tuple(roots))
+
+
+def _unstack(losses: Tensor) -> list[GradientEdge | None] | None:
+    """The K edges below a ``torch.stack``, None where the tensor is not directly one."""
+    node = losses.grad_fn
+    if node is None or node.name() != "StackBackward0" or len(node.next_functions) != losses.numel():
+        return None
+    return [None if below is None else GradientEdge(below, nr) for below, nr in node.next_functions]
+
+
+def backward(
+    roots: Sequence[Tensor | GradientEdge],
+    seeds: Sequence[Tensor],
+    *,
+    inputs: Sequence[Tensor] | None,
+    retain_graph: bool,
+) -> None:
+    """One backward pass from several roots; ``seeds[i]`` [] is the factor of ``roots[i]``."""
+    torch.autograd.backward(list(roots), list(seeds), retain_graph=retain_graph, inputs=inputs)  # type: ignore[arg-type]
+
+
+def seed_for(root: Tensor | GradientEdge, losses: Tensor, factor: float | Tensor) -> Tensor:
+    """The scalar that a backward pass from ``root`` starts with: ``factor`` in the loss's own dtype."""
+    like = root if isinstance(root, Tensor) else losses
+    if isinstance(factor, Tensor):
+        return factor.to(like.device, like.dtype)
+    return torch.full((), factor, dtype=like.dtype, device=like.device)

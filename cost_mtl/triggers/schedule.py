@@ -1,0 +1,42 @@
+"""When teleports are allowed at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TeleportSchedule:
+    """In optimizer steps, counting attempts, accepted or not. Where it does not allow a teleport, the trigger is not
+    evaluated and the step costs nothing extra.
+
+    Args:
+        start: first step that may teleport, counted from 0. Default 1000: the paper waits for a quarter of training
+            (epoch 50 of 200), so set it to about that.
+        cooldown: least number of steps from one attempt to the next. Default 200; the official scripts allow one
+            teleport an epoch.
+        limit: most attempts in the whole run; None: no limit.
+        confirm: a conflict must be there on an earlier batch as well before an attempt is made of it (most are noise
+            of one batch: measured, 53 to 75 % are gone on the next). Costs one evaluation of the task gradients per
+            unconfirmed conflict, which does not count as an attempt. Default False: the paper's rule.
+    """
+
+    start: int = 1000
+    cooldown: int = 200
+    limit: int | None = None
+    confirm: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("start", 0), ("cooldown", 1), ("limit", 0)):
+            value = getattr(self, name)
+            if name == "limit" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+
+    def allows(self, step: int, attempts: int, last_attempt: int | None) -> bool:
+        """Whether step number ``step`` (from 0) may teleport, after ``attempts`` attempts, the last one in step
+        ``last_attempt``."""
+        if step < self.start or (self.limit is not None and attempts >= self.limit):
+            return False
+        return last_attempt is None or step - last_attempt >= self.cooldown
