@@ -1,0 +1,97 @@
+"""From whatever a user hands to ``COST(weighting=...)`` to the one shape that COST calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_mtl.base import SolvingWeighting, State, StatefulWeighting, Weighed, WeightingInputs
+from cost_mtl.weighting import torchjd_adapter
+
+__all__ = ["resolve"]
+
+
+def resolve(weighting: Any) -> StatefulWeighting:
+    """The :class:`~cost_mtl.base.StatefulWeighting` behind ``weighting``.
+
+    Args:
+        weighting: a ``StatefulWeighting`` (returned as it is), a ``SolvingWeighting``, any function of the Gramian, or
+            a torchjd Weighting of Gramians. The last three get an adapter that checks each answer (a tensor [K], finite
+            where that can be seen without a device synchronisation), copies it (some functions return a tensor that
+            they go on using) and, for torchjd's stateful weightings, keeps their memory in the state, so that COST
+            saves it, and starts them afresh when K changes.
+
+    Raises:
+        TypeError: ``weighting`` is a class, a name, not callable, a torchjd Aggregator or Scalarizer, or a torchjd
+            Weighting of Jacobians (which would return a wrong [K] vector without a word).
+    """
+    if inspect.isclass(weighting):
+        raise TypeError(f"weighting must be an instance, got the class {weighting.__name__}: write {weighting.__name__}()")
+    if isinstance(weighting, str):
+        raise TypeError(f"weighting must be an object, not a name, got {weighting!r}: for example cost_mtl.FairGrad()")
+    if isinstance(weighting, StatefulWeighting):
+        return weighting
+    if torchjd_adapter.is_torchjd(weighting):
+        torchjd_adapter.refuse_unless_of_gramians(weighting)
+        return torchjd_adapter.TorchJDWeighting(weighting)
+    if isinstance(weighting, SolvingWeighting):
+        return _Solving(weighting)
+    if callable(weighting):
+        return _Function(weighting)
+    raise TypeError(
+        f"weighting must be a callable gramian [K, K] -> weights [K] or a StatefulWeighting, "
+        f"got {type(weighting).__name__}"
+    )
+
+
+def checked_weights(weights: Any, gramian: Tensor, name: str) -> Tensor:
+    """A detached copy of ``weights`` [K] in M's dtype and on its device; ``name`` says who made them.
+
+    Raises:
+        TypeError: not a real tensor.
+        ValueError: not of shape [K], or (on the CPU, where looking costs nothing) not finite.
+    """
+    if not isinstance(weights, Tensor) or weights.is_complex():
+        raise TypeError(f"{name} must return a real tensor of weights [K], got {type(weights).__name__}")
+    num_tasks = gramian.shape[0]
+    if weights.shape != (num_tasks,):
+        raise ValueError(f"{name} must return weights of shape [{num_tasks}], got {list(weights.shape)}")
+    weights = weights.detach()
+    if weights.device.type == "cpu" and not bool(torch.isfinite(weights).all()):
+        bad = torch.nonzero(~torch.isfinite(weights)).flatten().tolist()
+        raise ValueError(f"{name} returned weights that are not finite for task(s) {bad}: {weights.tolist()}")
+    return weights.to(gramian.device, gramian.dtype, copy=True)
+
+
+def _name(weighting: Any) -> str:
+    return str(getattr(weighting, "__qualname__", type(weighting).__name__))
+
+
+@dataclass(frozen=True)
+class _Function:
+    function: Callable[[Tensor], Tensor]
+
+    def initial_state(self, num_tasks: int) -> State:
+        return {}
+
+    def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
+        weights = self.function(inputs.gramian)
+        return Weighed(checked_weights(weights, inputs.gramian, f"weighting {_name(self.function)}"), state)
+
+
+@dataclass(frozen=True)
+class _Solving:
+    weighting: SolvingWeighting
+
+    def initial_state(self, num_tasks: int) -> State:
+        return {}
+
+    def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
+        solution = self.weighting.solve(inputs.gramian)
+        weights = checked_weights(solution.weights, inputs.gramian, f"weighting {_name(self.weighting)}")
+        return Weighed(weights, state, solver=solution.report)
