@@ -184,7 +184,8 @@ def report(results: Sequence[Result], folder: Path, molecules: int) -> None:
     save_table(folder / "results", table, details(results))
     print(f"\nMean absolute errors on the test molecules (mean of the last {LAST} epochs); Δm against STL\n")
     print(table.markdown())
-    print(*comparisons(results), sep="\n")
+    for sentence in comparisons(results):
+        print(sentence)
     names = ["results.md", "results.csv", "results.json"]
     runs = curves(results)
     if runs:

@@ -315,7 +315,7 @@ def execute(
     history = train(run, split(load(run.data, data_folder), run.data.seed), checkpoint, progress, stopped)
     if history is None:
         return None
-    finished = {"label": run.label, "settings": asdict(run), **history}
-    write_whole(result, json.dumps(finished) + "\n")
+    finished = json.dumps({"label": run.label, "settings": asdict(run), **history})
+    write_whole(result, finished + "\n")
     checkpoint.unlink(missing_ok=True)
-    return finished
+    return json.loads(finished)  # not the dictionary itself: tuples are lists when it is read again
