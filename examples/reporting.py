@@ -169,11 +169,11 @@ def plot_training(path: Path, title: str, runs: Sequence[Curves], tasks: Sequenc
 
 
 def _draw_mean_losses(axis: Any, runs: Sequence[Curves], loss_name: str) -> None:
-    """The mean over the tasks and seeds of each row; the band spans its seeds."""
+    """The geometric mean over the tasks, in which each counts alike; mean over the seeds of a row, the band spans them."""
     labels = list(dict.fromkeys(run.label for run in runs))
     methods = list(dict.fromkeys(label.removesuffix(" + COST") for label in labels))
     for label in labels:
-        seeds = np.array([run.losses.mean(axis=1) for run in runs if run.label == label])
+        seeds = np.array([np.exp(np.log(run.losses).mean(axis=1)) for run in runs if run.label == label])
         epochs = np.arange(1, seeds.shape[1] + 1)
         method = label.removesuffix(" + COST")
         style = "-" if label == method else "--"
@@ -181,7 +181,7 @@ def _draw_mean_losses(axis: Any, runs: Sequence[Curves], loss_name: str) -> None
             epochs, seeds.mean(axis=0), style, color=f"C{methods.index(method)}", label=f"{label} (n = {len(seeds)})"
         )
         axis.fill_between(epochs, seeds.min(axis=0), seeds.max(axis=0), color=line.get_color(), alpha=0.15, lw=0)
-    axis.set(yscale="log", xlabel="epoch", ylabel=f"{loss_name}, mean over tasks", title="All runs")
+    axis.set(yscale="log", xlabel="epoch", ylabel=f"{loss_name}, geometric mean of the tasks", title="All runs")
     axis.legend(frameon=False, fontsize="small")
 
 
