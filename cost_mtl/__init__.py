@@ -1,5 +1,58 @@
 """Multi-task learning optimizers for PyTorch with symmetry teleportation (COST), and model merging."""
 
+from cost_mtl import merging
 from cost_mtl._version import __version__
+from cost_mtl.base import (
+    Acceptance,
+    Move,
+    SolverReport,
+    StepReport,
+    Teleporter,
+    TeleportReport,
+    Trigger,
+    Weighting,
+)
+from cost_mtl.gradients import combine, cosines, gramian, task_gradients
+from cost_mtl.optimizer import COST
+from cost_mtl.teleport import (
+    DenseTeleporter,
+    LevelSet,
+    LoRATeleporter,
+    NoAdaptableLayerError,
+    UnrepeatableClosureError,
+)
+from cost_mtl.trajectory import reuse_trajectory_
+from cost_mtl.triggers import ConflictShare, DominatedConflict, TeleportSchedule, WeakConflict
+from cost_mtl.weighting import CAGrad, EqualWeighting, FairGrad, NashMTL
 
-__all__ = ["__version__"]
+__all__ = [
+    "COST",
+    "Acceptance",
+    "CAGrad",
+    "ConflictShare",
+    "DenseTeleporter",
+    "DominatedConflict",
+    "EqualWeighting",
+    "FairGrad",
+    "LevelSet",
+    "LoRATeleporter",
+    "Move",
+    "NashMTL",
+    "NoAdaptableLayerError",
+    "SolverReport",
+    "StepReport",
+    "TeleportReport",
+    "TeleportSchedule",
+    "Teleporter",
+    "Trigger",
+    "UnrepeatableClosureError",
+    "WeakConflict",
+    "Weighting",
+    "__version__",
+    "combine",
+    "cosines",
+    "gramian",
+    "merging",
+    "reuse_trajectory_",
+    "task_gradients",
+]

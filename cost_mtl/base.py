@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "Acceptance",
     "Closure",
     "Losses",
     "Move",
@@ -174,24 +175,50 @@ class TeleportProblem(Protocol):
     bit back before it applies the returned move.
     """
 
-    model: nn.Module
-    params: Sequence[nn.Parameter]
-    """The trainable shared parameters, in the order of the columns of G."""
-    batches: int
-    """Number of batches that may be used: 0 is the current one, 1, 2, ... earlier ones, latest first."""
-    losses: Tensor
-    """L [K], float64, at theta on batch 0."""
-    gradients: Tensor
-    """G [K, m] at theta on batch 0."""
-    gramian: Tensor
-    """M [K, K], float64, of G."""
-    scale: Tensor | None
-    """Root of the base optimizer's second moment [m], or None where it has none (SGD) or has not stepped yet."""
-    generator: torch.Generator
-    """CPU generator keyed on (seed, step), the same on every process."""
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The trainable shared parameters, in the order of the columns of G."""
+        ...
+
+    @property
+    def batches(self) -> int:
+        """Number of batches that may be used: 0 is the current one, 1, 2, ... earlier ones, latest first."""
+        ...
+
+    @property
+    def losses(self) -> Tensor:
+        """L [K], float64, at theta on batch 0."""
+        ...
+
+    @property
+    def gradients(self) -> Tensor:
+        """G [K, m] at theta on batch 0."""
+        ...
+
+    @property
+    def gramian(self) -> Tensor:
+        """M [K, K], float64, of G."""
+        ...
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Root of the base optimizer's second moment [m], or None where it has none (SGD, or no step yet)."""
+        ...
+
+    @property
+    def generator(self) -> torch.Generator:
+        """CPU generator keyed on (seed, step), the same on every process."""
+        ...
 
     def evaluate(self, batch: int = 0) -> Tensor:
         """L [K], float64, detached, on the given batch where the model stands now."""
+        ...
+
+    def reference(self, batch: int) -> Tensor:
+        """L [K], float64, at theta on the given batch; computed once. Ask before anything but ``params`` is moved."""
         ...
 
     def evaluate_gradients(
@@ -207,6 +234,30 @@ class TeleportProblem(Protocol):
 
 
 @dataclass(frozen=True)
+class Acceptance:
+    """What a move has to keep and to gain, or it is rejected and everything restored.
+
+    Args:
+        tolerance: largest relative change of any task loss on the batches that the move was fitted on. Default 1 %:
+            below the noise of one batch, above what float32 and the Gauss-Newton corrections leave.
+        tolerance_heldout: the same on a batch that it was not fitted on. Default 5 %: the constraints cover a few
+            batches only, and ordinary steps move held-out losses by about as much.
+        min_cosine: least rise of the smallest cos(g_i, g_0), for the conflict objective.
+        min_norm: least relative rise of the balanced gradient norms, for the norm objective.
+    """
+
+    tolerance: float = 0.01
+    tolerance_heldout: float = 0.05
+    min_cosine: float = 0.03
+    min_norm: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("tolerance", "tolerance_heldout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: expected a number > 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
 class Move:
     """A proposed change of the shared parameters, with its diagnostics.
 
@@ -218,6 +269,7 @@ class Move:
         inner_steps: optimisation steps taken inside.
         skipped_layers: name -> why a layer of the shared part took no part.
         notes: anything else worth reporting (a fallback taken, say).
+        acceptance: what the move has to keep and to gain.
     """
 
     delta: Tensor
@@ -226,6 +278,7 @@ class Move:
     inner_steps: int = 1
     skipped_layers: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 @runtime_checkable

@@ -106,6 +106,28 @@ def _unstack(losses: Tensor) -> list[GradientEdge | None] | None:
     return [None if below is None else GradientEdge(below, nr) for below, nr in node.next_functions]
 
 
+def refuse_reentrant_checkpoints(roots: Sequence[Tensor | GradientEdge | None]) -> None:
+    """Reentrant activation checkpointing hides its parameters from the graph, so that a backward pass to chosen
+    parameters gives them no gradient, without a word.
+
+    Raises:
+        RuntimeError: the graph has such a node.
+    """
+    nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots if root is not None]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise RuntimeError(
+                "the model uses reentrant activation checkpointing, under which parameters get no task gradients: "
+                "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        nodes.extend(below for below, _ in node.next_functions)
+
+
 def backward(
     roots: Sequence[Tensor | GradientEdge],
     seeds: Sequence[Tensor],

@@ -1,0 +1,100 @@
+"""What of COST goes into ``state_dict()["cost"]``: tensors, numbers, strings and plain containers only."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_mtl.base import State
+
+VERSION = 1
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``torch.load(weights_only=True)`` gives the value back: tensors, numbers, strings, and dicts, lists and
+    tuples of them."""
+    if type(value) in _PLAIN or type(value) in (Tensor, torch.nn.Parameter):
+        return True
+    if type(value) in (list, tuple):
+        return all(is_plain(item) for item in value)
+    if type(value) is dict:
+        return all(is_plain(key) and is_plain(item) for key, item in value.items())
+    return False
+
+
+def detached(value: Any) -> Any:
+    """A copy of a plain value in which no tensor has a graph or shares memory with the original."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple):
+        return type(value)(detached(item) for item in value)
+    if isinstance(value, dict):
+        return {key: detached(item) for key, item in value.items()}
+    return copy.copy(value)
+
+
+@dataclass
+class Progress:
+    """All that COST remembers from step to step: the one place for it.
+
+    Attributes:
+        step: calls of ``step`` that ended, skipped ones included.
+        skipped: steps left out because something was not finite.
+        attempts: teleports attempted.
+        last_attempt: number of the step of the last one.
+        sigma: HTR's sigma for the coming step, where a teleport was made outside of ``step``; else None.
+        direction: combined direction [m] of the last step, kept only for the HTR policies that need it.
+        weights: w [K] of the last solve, kept for ``every`` > 1.
+        weighting: the weighting's own state.
+        num_tasks: K of the last step; None before the first.
+        shared: indices of the shared parameters among the model's, where they are found from the graph.
+        memory: the last batches, latest last.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    attempts: int = 0
+    last_attempt: int | None = None
+    sigma: float | None = None
+    direction: Tensor | None = None
+    weights: Tensor | None = None
+    weighting: State = field(default_factory=dict)
+    num_tasks: int | None = None
+    shared: list[int] = field(default_factory=list)
+    memory: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def pack(self) -> dict[str, Any]:
+        """For ``state_dict()["cost"]``. Batches that ``torch.load(weights_only=True)`` would refuse are counted, not
+        saved."""
+        packed = {f.name: detached(getattr(self, f.name)) for f in fields(self) if f.name != "memory"}
+        savable = all(is_plain(batch) for batch in self.memory)
+        packed["memory"] = [detached(batch) for batch in self.memory] if savable else []
+        return packed | {"version": VERSION, "memory_lost": 0 if savable else len(self.memory)}
+
+    @classmethod
+    def unpack(cls, state: Any) -> Progress:
+        """Read what :meth:`pack` made.
+
+        Raises:
+            ValueError: it is something else, or of another version.
+        """
+        if not isinstance(state, dict) or "version" not in state:
+            raise ValueError(f"state_dict['cost']: expected what COST.state_dict() made, got {type(state).__name__}")
+        if state["version"] != VERSION:
+            raise ValueError(f"state_dict['cost']: expected version {VERSION}, got version {state['version']}")
+        missing = [f.name for f in fields(cls) if f.name not in state]
+        if missing:
+            raise ValueError(f"state_dict['cost']: incomplete, without {missing}")
+        if state["memory_lost"]:
+            warnings.warn(
+                f"state_dict['cost']: {state['memory_lost']} remembered batches were of a kind that can't be saved; "
+                "teleports start with an empty memory, so this run will not be the undisturbed one bit for bit",
+                stacklevel=3,
+            )
+        return cls(**{f.name: detached(state[f.name]) for f in fields(cls)})

@@ -1,0 +1,97 @@
+"""Anisotropic scaling: one learned coefficient per task vector and block (aTLAS, Zhang et al., 2024,
+arXiv 2407.02880)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from cost_mtl.merging.blocks import compute_dtype
+from cost_mtl.merging.fingerprint import BaseDigests
+from cost_mtl.merging.merged_model import MergedModel
+from cost_mtl.merging.task_vector import TaskVector
+
+__all__ = ["AnisotropicScaling"]
+
+
+class AnisotropicScaling(MergedModel):
+    """θ_pre + Σ_t Λ_t τ_t, with Λ_t one coefficient per block.
+
+    With all coefficients equal to α it is task arithmetic (to float32 rounding). It holds the T vectors in float32
+    beside the model, and in each evaluation one more copy of the model's weights.
+
+    ::
+
+        scaling = AnisotropicScaling(model, [tau_1, tau_2])
+        report = scaling.fit(loss, train, held_out)      # or a training loop of one's own over scaling.parameters()
+        merged = scaling.merged_model()
+
+    Args:
+        model: stands at θ_pre, see :class:`MergedModel`.
+        vectors: T task vectors.
+        init: start of the coefficients: a number (default 0: the pre-trained model, as published), or [T, B].
+        granularity: "block" (default) learns [T, B] coefficients; "vector" learns one per vector [T, 1], which is task
+            arithmetic with learned α_t.
+
+    Raises:
+        ValueError: no vectors, a block that the model lacks, other shapes, or ``init`` of another shape.
+
+    Attributes:
+        coefficients: the parameter [T, B] or [T, 1], float32; columns in the order of ``blocks``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        vectors: Sequence[TaskVector],
+        *,
+        init: float | Tensor = 0.0,
+        granularity: Literal["block", "vector"] = "block",
+    ) -> None:
+        super().__init__(model, vectors)
+        if granularity not in ("block", "vector"):
+            raise ValueError(f'granularity: expected "block" or "vector", got {granularity!r}')
+        shape = (len(vectors), len(self.blocks) if granularity == "block" else 1)
+        if isinstance(init, Tensor) and tuple(init.shape) != shape:
+            raise ValueError(f"init: expected a number or shape {list(shape)}, got {list(init.shape)}")
+        values = init.detach().float() if isinstance(init, Tensor) else torch.full(shape, float(init))
+        self.coefficients = nn.Parameter(values.to(self._base[self.blocks[0]].device, copy=True))
+        self._column = {block: number if granularity == "block" else 0 for number, block in enumerate(self.blocks)}
+        self._taus = {block: self._stacked(block, vectors) for block in self.blocks}
+        self._digests = [vector.base_digests for vector in vectors]
+
+    def _stacked(self, block: str, vectors: Sequence[TaskVector]) -> tuple[list[int], Tensor]:
+        """The vectors that have the block, and their values [number of these, n], one row each."""
+        base = self._base[block]
+        rows = [t for t, vector in enumerate(vectors) if block in vector.blocks]
+        taus = [vectors[t].blocks[block] for t in rows]
+        for tau in taus:
+            if tau.shape != base.shape:
+                raise ValueError(f"{block!r}: shape {list(base.shape)} in the model, {list(tau.shape)} in a vector")
+        dtype = compute_dtype(base.dtype, *(tau.dtype for tau in taus))
+        return rows, torch.stack([tau.to(base.device, dtype).reshape(-1) for tau in taus])
+
+    def change(self, block: str) -> Tensor:
+        """Σ_t Λ_t τ_t of one block."""
+        rows, taus = self._taus[block]
+        weights = self.coefficients[rows, self._column[block]].to(taus)
+        return (weights @ taus).view(self._base[block].shape)
+
+    def merged_block(self, block: str) -> Tensor:
+        change = self.change(block)
+        return self._base[block].to(change.dtype) + change
+
+    def starting_points(self) -> list[list[Tensor]]:
+        """The coefficients as they are, and zero: a fit can only improve on θ_pre."""
+        points = super().starting_points()
+        zero = torch.zeros_like(points[0][0])
+        return points if torch.equal(points[0][0], zero) else [*points, [zero]]
+
+    @torch.no_grad()
+    def vector(self) -> TaskVector:
+        """Σ_t Λ_t τ_t as one task vector, to be saved, or added up with others."""
+        blocks = {block: self.change(block) for block in self.blocks}
+        return TaskVector.from_blocks(blocks, base_digests=BaseDigests.merged(self._digests))

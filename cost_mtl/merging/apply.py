@@ -1,0 +1,122 @@
+"""θ = base + scale τ on a whole model: dtypes, devices, ties and buffers as the base has them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from cost_mtl.merging.blocks import add_block
+from cost_mtl.merging.keys import is_statistic
+from cost_mtl.merging.source import Model, TensorSource, names_of, open_source
+from cost_mtl.merging.statistics import (
+    BufferPolicy,
+    average_statistics,
+    check_policy,
+    differing_statistics,
+    recalibrate_batchnorm,
+)
+
+if TYPE_CHECKING:
+    from cost_mtl.merging.task_vector import TaskVector
+
+__all__ = ["apply_vector", "block_keys", "merged_tensor", "warn_about_statistics"]
+
+
+def apply_vector(
+    base: Model, vector: TaskVector, scale: float, buffers: BufferPolicy, batches: Iterable[Any] | None
+) -> nn.Module | dict[str, Tensor]:
+    """See :meth:`cost_mtl.merging.TaskVector.apply_to`."""
+    check_policy(buffers)
+    if buffers == "recalibrate" and not (isinstance(base, nn.Module) and batches is not None):
+        raise ValueError('buffers: "recalibrate" needs a module as base, and batches')
+    if buffers != "recalibrate" and batches is not None:
+        raise ValueError(f'batches: these serve buffers="recalibrate" alone, got buffers={buffers!r}')
+    source = open_source(base, "base")
+    block_of = block_keys(source, vector)
+    warn_about_statistics(source, vector, buffers)
+    merged = {key: merged_tensor(source, key, vector, block_of, scale, buffers) for key in source.infos}
+    for key, dtype in vector.added.items():
+        if key not in source.infos:
+            merged[key] = (vector.blocks[key] * scale).to(dtype)
+    if not isinstance(base, nn.Module):
+        return _state_dict(base, source, merged)
+    unknown = [key for key in vector.added if key not in source.infos]
+    if unknown:
+        raise ValueError(f"base: the module has no {unknown[0]!r}, which the vector adds: apply it to a state_dict")
+    model = copy.deepcopy(base)
+    model.load_state_dict(_state_dict(base.state_dict(), source, merged))
+    if buffers == "recalibrate" and batches is not None:
+        recalibrate_batchnorm(model, batches)
+    return model
+
+
+def block_keys(source: TensorSource, vector: TaskVector) -> dict[str, str]:
+    """Key of the base -> the vector's block for it, whichever of its names the vector knows it by.
+
+    Raises:
+        ValueError: the vector has a block that the base lacks.
+    """
+    stored = {name: key for key in source.infos for name in names_of(source, key)}
+    unknown = [block for block in vector.blocks if block not in stored and block not in vector.added]
+    if unknown:
+        raise ValueError(
+            f"{source.name}: it lacks {unknown[0]!r}, which the task vector has ({len(unknown)} such blocks in all)"
+        )
+    return {stored[block]: block for block in vector.blocks if block in stored}
+
+
+def merged_tensor(
+    source: TensorSource,
+    key: str,
+    vector: TaskVector,
+    block_of: Mapping[str, str],
+    scale: float,
+    buffers: BufferPolicy,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """One tensor of the merged model, with its own memory; ``dtype`` (default: the base's) is that of weights."""
+    value = source.read(key)
+    if key in block_of:
+        return add_block(value, vector.blocks[block_of[key]], scale, repr(key), dtype)
+    if buffers == "average" and is_statistic(key):
+        return average_statistics(key, value, vector.statistics)
+    if dtype is not None and value.is_floating_point() and key not in source.buffers and not is_statistic(key):
+        return value.to(dtype, copy=True)
+    return value.clone()
+
+
+def warn_about_statistics(source: TensorSource, vector: TaskVector, buffers: BufferPolicy) -> None:
+    """Warns when BatchNorm's statistics of the fine-tuned models differ from the base's, and the base's are kept."""
+    if buffers != "keep" or not vector.statistics:
+        return
+    base = {key: source.read(key) for key in source.infos if is_statistic(key)}
+    differing = differing_statistics(base, vector.statistics)
+    if differing:
+        warnings.warn(
+            f"the fine-tuned models have other BatchNorm statistics than the base in {len(differing)} buffers "
+            f'({differing[0]!r} first), and the merged model keeps the base\'s: consider buffers="recalibrate" with '
+            'batches, or "average"',
+            stacklevel=4,
+        )
+
+
+def _state_dict(base: Model, source: TensorSource, merged: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state_dict with the base's keys in its order, tied names sharing one tensor."""
+    if isinstance(base, str | os.PathLike) or not isinstance(base, Mapping):
+        return merged
+    result: dict[str, Any] = copy.copy(base) if isinstance(base, dict) else dict(base)  # keeps OrderedDict._metadata
+    value_of: Callable[[str], Tensor] = lambda key: merged[source.aliases.get(key, key)]  # noqa: E731
+    for key in _tensor_keys(base, source):
+        result[key] = value_of(key)
+    result.update({key: tensor for key, tensor in merged.items() if key not in result})
+    return result
+
+
+def _tensor_keys(base: Mapping[str, Any], source: TensorSource) -> Iterator[str]:
+    return (key for key in base if key in source.infos or key in source.aliases)

@@ -1,0 +1,70 @@
+"""θ − θ_pre, block by block: what a task vector is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_mtl.merging.adapter import adapter_blocks, is_adapter
+from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, subtract
+from cost_mtl.merging.fingerprint import BaseDigests
+from cost_mtl.merging.keys import KeyPolicy, match_keys
+from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, open_source
+
+__all__ = ["Difference", "difference"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The fields of a :class:`cost_mtl.merging.TaskVector`."""
+
+    blocks: Mapping[str, Tensor]
+    digests: BaseDigests
+    added: Mapping[str, torch.dtype] = field(default_factory=dict)
+    statistics: tuple[Mapping[str, Tensor], ...] = ()
+
+
+def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Sequence[str], name: str) -> Difference:
+    """The difference of two models, or of an adapter; arguments and errors as of TaskVector.
+
+    A model in memory may change or go afterwards, so with one the blocks are computed at once. With files alone they
+    are computed at each access.
+    """
+    if is_adapter(finetuned):
+        lazy = adapter_blocks(base, finetuned, name, exclude)
+        digests = BaseDigests(blocks=lazy, source=base)
+        if isinstance(base, MappingSource):
+            return Difference(dict(lazy), digests.computed())
+        return Difference(lazy, digests)
+    theta = open_source(finetuned, name)
+    matched = match_keys(base, theta, keys, exclude)
+    stored = dict(matched.blocks)
+    lazy = LazyBlocks(_infos(base, theta, stored, matched.added), lambda key: _block(base, theta, stored, key))
+    digests = BaseDigests(blocks=stored, source=base)
+    added = {key: theta.infos[key].dtype for key in matched.added}
+    statistics = ({key: theta.read(other).clone() for key, other in matched.statistics},) if matched.statistics else ()
+    if isinstance(base, MappingSource) or isinstance(theta, MappingSource):
+        return Difference(dict(lazy), digests.computed(), added, statistics)
+    return Difference(lazy, digests, added, statistics)
+
+
+def _infos(
+    base: TensorSource, theta: TensorSource, stored: Mapping[str, str], added: Sequence[str]
+) -> dict[str, TensorInfo]:
+    dtypes = {key: compute_dtype(base.infos[key].dtype, theta.infos[other].dtype) for key, other in stored.items()}
+    infos = {key: TensorInfo(base.infos[key].shape, dtype) for key, dtype in dtypes.items()}
+    for key in added:
+        infos[key] = TensorInfo(theta.infos[key].shape, compute_dtype(theta.infos[key].dtype))
+    return infos
+
+
+def _block(base: TensorSource, theta: TensorSource, stored: Mapping[str, str], key: str) -> Tensor:
+    label = f"{theta.name}, {key!r}"
+    if key in stored:
+        return subtract(theta.read(stored[key]), base.read(key), label)
+    value = theta.read(key)  # the base lacks it: it counts as zero there
+    return subtract(value, torch.zeros((), dtype=value.dtype, device=value.device), label)

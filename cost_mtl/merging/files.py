@@ -1,0 +1,137 @@
+"""Merging checkpoints on disk: read, combine and write one shard of the base's layout after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_mtl._version import __version__
+from cost_mtl.merging.apply import block_keys, merged_tensor, warn_about_statistics
+from cost_mtl.merging.atomic import check_output
+from cost_mtl.merging.blocks import compute_dtype
+from cost_mtl.merging.checkpoint import INDEX_SUFFIX, CheckpointSource, ShardFile
+from cost_mtl.merging.keys import KeyPolicy
+from cost_mtl.merging.statistics import BufferPolicy, check_policy
+from cost_mtl.merging.storage import is_saved_vector, load_vector, write_checkpoint
+from cost_mtl.merging.task_vector import TaskVector
+
+__all__ = ["merge_checkpoint", "open_vectors"]
+
+_COPIED = (".json", ".txt", ".model", ".jinja", ".py")
+"""Suffixes of what stands beside the weights and belongs to a model: configuration, tokenizer, custom code."""
+
+
+def open_vectors(
+    base: CheckpointSource, models: Sequence[str | os.PathLike[str]], keys: KeyPolicy, exclude: Sequence[str] = ()
+) -> list[TaskVector]:
+    """The task vectors of checkpoints, adapters, or saved task vectors on disk; nothing but headers is read.
+
+    Raises:
+        ValueError, FileNotFoundError: see :class:`TaskVector` and :meth:`TaskVector.load`.
+    """
+    if not models:
+        raise ValueError("models: expected at least one model, got none")
+    return [
+        load_vector(path, base=base.path)
+        if is_saved_vector(path)
+        else TaskVector(base, path, keys=keys, exclude=exclude, name=f"models[{number}] ({Path(path).name})")
+        for number, path in enumerate(models)
+    ]
+
+
+def merge_checkpoint(
+    base: CheckpointSource,
+    vector: TaskVector,
+    out: str | os.PathLike[str],
+    *,
+    scale: float = 1.0,
+    buffers: BufferPolicy = "keep",
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    note: str = "",
+    on_tensor: Callable[[str], None] | None = None,
+) -> None:
+    """Writes base + scale τ in the base's layout: its shards, its order, its metadata, its tied weights stored once.
+
+    In memory at a time: the shard being written, and what one block of ``vector`` takes to compute. The output appears
+    when it is whole; after an error, or Ctrl-C, nothing is there.
+
+    Args:
+        base: the base, opened.
+        vector: what to add, from :func:`open_vectors` and what combines them.
+        out: a folder, which also gets the base folder's configuration and tokenizer files; or, for a base in one file,
+            a ``.safetensors`` file.
+        scale: the factor.
+        buffers: BatchNorm's running statistics: "keep" the base's or "average" the models'. To recalibrate them, load
+            the result and call :func:`cost_mtl.merging.recalibrate_batchnorm`.
+        dtype: that of the weights written; default: the base's.
+        overwrite: replace what is at ``out``.
+        note: kept in the files' metadata, beside this package's version: how the merge was made.
+        on_tensor: called with each key that is done, for a progress bar.
+
+    Raises:
+        ValueError, FileExistsError, FileNotFoundError: see the above; also a result that is not finite in ``dtype``.
+    """
+    check_policy(buffers, ("keep", "average"))
+    if dtype is not None:
+        compute_dtype(dtype)
+    target = Path(out)
+    _check_target(base, target, overwrite)
+    block_of = block_keys(base, vector)
+    warn_about_statistics(base, vector, buffers)
+
+    def read(key: str) -> Tensor:
+        if key in base.infos:
+            tensor = merged_tensor(base, key, vector, block_of, scale, buffers, dtype)
+        else:
+            tensor = (vector.blocks[key] * scale).to(dtype or vector.added[key])
+        if on_tensor is not None:
+            on_tensor(key)
+        return tensor
+
+    provenance = {"cost_mtl": json.dumps({"version": __version__, "scale": scale, "note": note})}
+    shards = [ShardFile(s.filename, s.keys, {**s.metadata, **provenance}) for s in base.shards]
+    added = tuple(key for key in vector.added if key not in base.infos)
+    if added:
+        shards[-1] = ShardFile(shards[-1].filename, shards[-1].keys + added, shards[-1].metadata)
+    write_checkpoint(
+        target,
+        shards,
+        read,
+        index_name=base.index_name or None,
+        index_metadata=_index_metadata(base, added),
+        copies=[] if target.suffix == ".safetensors" else _companions(base),
+        overwrite=overwrite,
+    )
+
+
+def _check_target(base: CheckpointSource, target: Path, overwrite: bool) -> None:
+    check_output(target, overwrite)
+    if target.suffix == ".safetensors" and len(base.shards) > 1:
+        raise ValueError(f"out: expected a folder for the base's {len(base.shards)} shards, got the file {target}")
+    folder = target.parent if target.suffix == ".safetensors" else target
+    if folder.resolve() == base.folder.resolve() and (
+        folder == target or target.name in {shard.filename for shard in base.shards}
+    ):
+        raise ValueError(f"out: {target} is the base itself; it is still being read while the output is written")
+
+
+def _index_metadata(base: CheckpointSource, added: Sequence[str]) -> dict[str, Any]:
+    metadata = dict((base.index or {}).get("metadata") or {})
+    if added:
+        metadata.pop("total_parameters", None)  # no longer true
+    return metadata
+
+
+def _companions(base: CheckpointSource) -> list[Path]:
+    return [
+        file
+        for file in sorted(base.folder.iterdir())
+        if file.is_file() and file.suffix in _COPIED and not file.name.endswith(INDEX_SUFFIX)
+    ]

@@ -1,0 +1,223 @@
+"""Training the coefficients of a merged model, with held-out data for stopping and selection."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from cost_mtl.merging.merged_model import MergedModel
+
+__all__ = ["FitReport", "FitSettings", "Loss", "fit"]
+
+Loss = Callable[[Any, Any], Tensor]
+"""``loss(model, batch)`` -> scalar; ``model`` is called like the model that is merged, any number of times."""
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """How coefficients are trained: Adam, clipping, early stopping on held-out data.
+
+    Attributes:
+        lr: Adam's learning rate; default 0.01, as published for aTLAS and DV-BASI.
+        max_epochs: the budget; default 60, as published.
+        patience: epochs without improvement on the held-out data after which training stops; default 5, as published
+            (where it counts epochs of the training loss).
+        clip: largest norm of the gradient; default 1, as published. None clips nothing.
+        l1, l2: weights of Σ|c| and Σc² in the loss, for a penalty of one's own choice; default 0.
+        weight_decay: AdamW's, default 0: decay pulls the coefficients of a merge towards its start, and what a later
+            iteration seems to gain is then only what the decay had taken.
+    """
+
+    lr: float = 0.01
+    max_epochs: int = 60
+    patience: int = 5
+    clip: float | None = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise ValueError(f"lr: expected a positive number, got {self.lr}")
+        if self.max_epochs < 0 or self.patience < 1:
+            raise ValueError(
+                f"max_epochs, patience: expected at least 0 and 1, got {self.max_epochs} and {self.patience}"
+            )
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip: expected a positive number or None, got {self.clip}")
+        if min(self.l1, self.l2, self.weight_decay) < 0:
+            raise ValueError(f"l1, l2, weight_decay: expected at least 0, got {self.l1}, {self.l2}, {self.weight_decay}")
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """How a fit went.
+
+    Attributes:
+        start: selection value of the coefficients that the fit started from.
+        best: the smallest selection value seen; the model's coefficients are those that gave it.
+        best_epoch: the epoch that it was seen after; 0: before training, so that nothing was gained.
+        train: mean training loss of each epoch.
+        selection: selection value after each epoch.
+        stopped: "patience", "budget", or "non_finite" (the loss was NaN or infinite: with a warning).
+    """
+
+    start: float
+    best: float
+    best_epoch: int
+    train: tuple[float, ...]
+    selection: tuple[float, ...]
+    stopped: str
+
+    @property
+    def epochs(self) -> int:
+        """Epochs done."""
+        return len(self.train)
+
+
+def fit(
+    merged: MergedModel,
+    loss: Loss,
+    train: Iterable[Any],
+    held_out: Iterable[Any] | None = None,
+    *,
+    selection: Callable[[MergedModel], float] | None = None,
+    settings: FitSettings | None = None,
+    on_epoch: Callable[[int, float], None] | None = None,
+) -> FitReport:
+    """Trains the coefficients, and leaves the best ones seen on the selection data in ``merged``.
+
+    1. Evaluate the starting points (for anisotropic scaling the given coefficients, and zero).
+    2. Each epoch: one Adam step per training batch; then the selection value.
+    3. Stop after ``patience`` epochs without improvement, or at the budget; put back the best coefficients.
+
+    So the selection value never ends above where it started. The model runs in eval mode (no dropout, BatchNorm with
+    its running statistics), its weights and their ``.grad`` are not touched.
+
+    Args:
+        merged: the coefficients to train.
+        loss: the training objective; see :data:`Loss`. Unsupervised: :func:`cost_mtl.merging.entropy` of the outputs.
+        train: batches; iterated once per epoch, so a list or a DataLoader, not a generator.
+        held_out: batches for stopping and selection by the mean of ``loss``; not those of ``train``.
+        selection: instead of ``held_out``: merged model -> value, smaller is better (a labelled loss beside an
+            unsupervised objective, or 1 − accuracy).
+        settings: default :class:`FitSettings`.
+        on_epoch: called with the epoch (from 1) and the selection value.
+
+    Raises:
+        ValueError: not exactly one of ``held_out`` and ``selection``, no batches, a loss that is no scalar or does not
+            depend on the coefficients, or a selection value that is not finite at the start.
+    """
+    settings = settings or FitSettings()
+    evaluate = _selection(merged, loss, held_out, selection)
+    parameters = list(merged.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+    start, best, best_point = _best_start(merged, parameters, evaluate)
+    best_epoch, stopped = 0, "budget"
+    train_losses: list[float] = []
+    values: list[float] = []
+    for epoch in range(1, settings.max_epochs + 1):
+        train_losses.append(_train_epoch(merged, parameters, optimizer, loss, train, settings))
+        values.append(evaluate())
+        if on_epoch is not None:
+            on_epoch(epoch, values[-1])
+        if not (math.isfinite(train_losses[-1]) and math.isfinite(values[-1])):
+            warnings.warn(f"the loss is not finite in epoch {epoch}: the best coefficients so far are kept", stacklevel=2)
+            stopped = "non_finite"
+            break
+        if values[-1] < best:
+            best, best_epoch, best_point = values[-1], epoch, [p.detach().clone() for p in parameters]
+        if epoch - best_epoch >= settings.patience:
+            stopped = "patience"
+            break
+    _put(parameters, best_point)
+    return FitReport(start, best, best_epoch, tuple(train_losses), tuple(values), stopped)
+
+
+def _selection(
+    merged: MergedModel,
+    loss: Loss,
+    held_out: Iterable[Any] | None,
+    selection: Callable[[MergedModel], float] | None,
+) -> Callable[[], float]:
+    if (held_out is None) == (selection is None):
+        raise ValueError("held_out, selection: expected exactly one of them")
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        with merged.evaluating(), merged.merged_once():
+            if selection is not None:
+                return float(selection(merged))
+            values = [float(loss(merged, batch)) for batch in held_out or ()]
+        if not values:
+            raise ValueError("held_out: expected at least one batch, got none")
+        return sum(values) / len(values)
+
+    return evaluate
+
+
+def _best_start(
+    merged: MergedModel, parameters: list[Tensor], evaluate: Callable[[], float]
+) -> tuple[float, float, list[Tensor]]:
+    """Selection value of the given coefficients, and the best of all starting points; the former stay in place."""
+    points = merged.starting_points()
+    values = []
+    for point in points:
+        _put(parameters, point)
+        values.append(evaluate())
+    _put(parameters, points[0])
+    if not math.isfinite(min(values)):
+        raise ValueError(f"selection: expected a finite value before training, got {values}")
+    best = values.index(min(values))
+    return values[0], values[best], points[best]
+
+
+def _train_epoch(
+    merged: MergedModel,
+    parameters: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    train: Iterable[Any],
+    settings: FitSettings,
+) -> float:
+    values = []
+    for batch in train:
+        with torch.enable_grad(), merged.evaluating(), merged.merged_once():
+            value = loss(merged, batch)
+            _check_loss(value)
+            penalty = sum(settings.l1 * p.abs().sum() + settings.l2 * p.square().sum() for p in parameters)
+            # Not backward(): the model's own parameters (heads) would collect gradients that nobody asked for.
+            gradients = torch.autograd.grad(value + penalty, parameters, allow_unused=True)
+        values.append(float(value))
+        if not math.isfinite(values[-1]):
+            break
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if settings.clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if not values:
+        raise ValueError("train: expected at least one batch in every epoch, got none (a generator that is used up?)")
+    return sum(values) / len(values)
+
+
+def _check_loss(value: Any) -> None:
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        what = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"loss: expected a scalar tensor, got {what}")
+    if not value.requires_grad:
+        raise ValueError("loss: it does not depend on the coefficients; call the model that is passed in, with its graph")
+
+
+def _put(parameters: list[Tensor], point: list[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(parameters, point, strict=True):
+            parameter.copy_(value)

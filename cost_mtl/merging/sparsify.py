@@ -1,0 +1,66 @@
+"""Thinning out one task vector before it is added: DARE and Model Breadcrumbs."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from cost_mtl.merging.task_vector import TaskVector
+from cost_mtl.merging.ties import check_density
+
+__all__ = ["breadcrumbs", "dare"]
+
+
+def dare(vector: TaskVector, density: float = 0.1, seed: int = 0) -> TaskVector:
+    """Drops weights at random and rescales the rest: τ · m / density, m ~ Bernoulli(density) (Yu et al., 2024,
+    arXiv 2311.03099), computed by peft. Its expectation is τ.
+
+    Masks are drawn on the CPU and keyed on (seed, block), so a vector from files gives the same values at each access,
+    and on any device; torch's random state is left as it was.
+
+    Args:
+        vector: the task vector.
+        density: share of the weights kept, in (0, 1]; default 0.1, the published drop rate of 0.9.
+        seed: give each of several vectors its own: with one seed they would keep the same weights.
+    """
+    check_density(density)
+    if density == 1:
+        return vector
+
+    def thin(block: str, tau: Tensor) -> Tensor:
+        from peft.utils.merge_utils import prune  # heavy, and only some merges need it
+
+        key = hashlib.sha256(f"{seed}:{block}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int.from_bytes(key[:7], "big"))
+            thinned: Tensor = prune(tau.cpu(), density, method="random", rescale=True)
+        return thinned.to(tau.device)
+
+    return vector.map_blocks(thin)
+
+
+def breadcrumbs(vector: TaskVector, lower: float = 0.85, upper: float = 0.993) -> TaskVector:
+    """Keeps the middle of each block: neither the smallest changes nor the outliers (Davari & Belilovsky, 2024,
+    arXiv 2312.06795, the mask m_{β,γ}).
+
+    Of the n weights of a block, by |τ|, the ⌊lower · n⌋ smallest and the ⌊(1 − upper) · n⌋ largest become zero.
+
+    Args:
+        vector: the task vector.
+        lower: β, the share dropped from below.
+        upper: γ, where the outliers start; lower < upper <= 1.
+    """
+    if not 0 <= lower < upper <= 1:
+        raise ValueError(f"lower, upper: expected 0 <= lower < upper <= 1, got {lower} and {upper}")
+
+    def thin(_: str, tau: Tensor) -> Tensor:
+        order = tau.abs().reshape(-1).argsort(stable=True)
+        count = order.numel()
+        kept = order[int(lower * count) : count - int((1 - upper) * count)]
+        result = torch.zeros_like(tau, memory_format=torch.contiguous_format)
+        result.view(-1)[kept] = tau.reshape(-1)[kept]
+        return result
+
+    return vector.map_blocks(thin)

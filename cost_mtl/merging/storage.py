@@ -1,0 +1,196 @@
+"""Writing checkpoints shard by shard, and task vectors with the digests of their base."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cost_mtl.merging.atomic import atomic_folder, atomic_path
+from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, shape_of
+from cost_mtl.merging.checkpoint import INDEX_SUFFIX, CheckpointSource, ShardFile
+from cost_mtl.merging.fingerprint import BaseDigests, check_base
+from cost_mtl.merging.source import Model, TensorInfo, open_source
+
+if TYPE_CHECKING:
+    from cost_mtl.merging.task_vector import TaskVector
+
+__all__ = ["is_saved_vector", "load_vector", "plan_shards", "save_vector", "write_checkpoint"]
+
+_KIND = "cost_mtl.task_vector"
+_STATISTICS = "__statistics__"
+
+
+def plan_shards(infos: Mapping[str, TensorInfo], stem: str, limit: int, metadata: Mapping[str, str]) -> list[ShardFile]:
+    """Splits tensors, in their order, into files of at most ``limit`` bytes each (a larger tensor has its own).
+
+    The files are called ``stem-0000i-of-0000N.safetensors``, or ``stem.safetensors`` when there is one.
+    """
+    groups: list[list[str]] = [[]]
+    room = limit
+    for key, info in infos.items():
+        if groups[-1] and info.nbytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(key)
+        room -= info.nbytes
+    count = len(groups)
+    names = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    if count == 1:
+        names = [f"{stem}.safetensors"]
+    return [ShardFile(name, tuple(keys), metadata) for name, keys in zip(names, groups, strict=True)]
+
+
+def write_checkpoint(
+    out: Path,
+    shards: Sequence[ShardFile],
+    read: Callable[[str], Tensor],
+    *,
+    index_name: str | None = None,
+    index_metadata: Mapping[str, Any] | None = None,
+    copies: Iterable[Path] = (),
+    overwrite: bool = False,
+) -> None:
+    """Writes shards one after the other: the tensors of one are in memory, plus those that ``read`` works with.
+
+    Args:
+        out: a file (``*.safetensors``, one shard) or a folder.
+        shards: files, and the keys of each.
+        read: key -> tensor.
+        index_name: the index's name; None writes none. Its ``total_size`` is counted here.
+        index_metadata: further entries of the index's ``metadata``.
+        copies: files to copy into the folder.
+        overwrite: replace what is there.
+
+    Raises:
+        FileExistsError, FileNotFoundError: ``out`` exists, or its parent folder does not.
+        Anything that ``read`` raises; nothing is left of the output then.
+    """
+    if out.suffix == ".safetensors":
+        if len(shards) != 1:
+            raise ValueError(f"out: expected a folder for {len(shards)} shards, got the file {out}")
+        with atomic_path(out, overwrite=overwrite) as staging:
+            _write_shard(staging, shards[0], read)
+        return
+    with atomic_folder(out, overwrite=overwrite) as folder:
+        sizes = [_write_shard(folder / shard.filename, shard, read) for shard in shards]
+        for file in copies:
+            (folder / file.name).write_bytes(file.read_bytes())
+        if index_name is not None:
+            index = {
+                "metadata": {**(index_metadata or {}), "total_size": sum(sizes)},
+                "weight_map": {key: shard.filename for shard in shards for key in shard.keys},
+            }
+            (folder / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _write_shard(path: Path, shard: ShardFile, read: Callable[[str], Tensor]) -> int:
+    tensors = {key: read(key).cpu().contiguous() for key in shard.keys}
+    try:
+        save_file(tensors, path, metadata=dict(shard.metadata) or None)
+    except SafetensorError as error:  # a full disk, most often
+        raise OSError(f"out: {shard.filename} could not be written ({error})") from error
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def save_vector(
+    vector: TaskVector,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 << 30,
+    overwrite: bool = False,
+) -> None:
+    """Writes a task vector as safetensors.
+
+    Args:
+        vector: the vector.
+        path: a ``.safetensors`` file, or a folder for shards.
+        dtype: what to store it in; default: as computed (float32). bfloat16 halves the file, and rounds each value to
+            8 bits, 0.2 % of it on average.
+        shard_bytes: the largest shard in a folder; default 5 GiB, as large as hubs like their files.
+        overwrite: replace what is there.
+    """
+    if dtype is not None:
+        compute_dtype(dtype)  # refuses integers and 8-bit floats
+    out = Path(path)
+    metadata = {
+        "format": "pt",
+        "kind": _KIND,
+        "base_hash": vector.base_hash,
+        "base_digests": json.dumps(dict(vector.base_digests)),
+        "added": json.dumps({block: str(added).removeprefix("torch.") for block, added in vector.added.items()}),
+    }
+    statistics = {
+        f"{_STATISTICS}.{number}.{key}": tensor
+        for number, entry in enumerate(vector.statistics)
+        for key, tensor in entry.items()
+    }
+    stored = {block: shape_of(vector.blocks, block) for block in vector.blocks}
+    infos = {block: TensorInfo(info.shape, dtype or info.dtype) for block, info in stored.items()}
+    infos |= {key: TensorInfo(tuple(tensor.shape), tensor.dtype) for key, tensor in statistics.items()}
+    single = out.suffix == ".safetensors"
+    shards = plan_shards(
+        infos, "task_vector", sum(i.nbytes for i in infos.values()) if single else shard_bytes, metadata
+    )
+    write_checkpoint(
+        out,
+        shards,
+        lambda key: statistics[key] if key in statistics else vector.blocks[key].to(infos[key].dtype),
+        index_name="task_vector" + INDEX_SUFFIX if len(shards) > 1 else None,
+        overwrite=overwrite,
+    )
+
+
+def load_vector(path: str | os.PathLike[str], *, base: Model | None) -> TaskVector:
+    """Reads a task vector; its blocks stay on disk until they are used.
+
+    Args:
+        path: what :func:`save_vector` wrote.
+        base: the model to which the vector belongs, checked by the digests of its weights; None skips the check.
+
+    Raises:
+        ValueError: the file holds no task vector or is not complete, or ``base`` is another model.
+    """
+    from cost_mtl.merging.task_vector import TaskVector
+
+    source = CheckpointSource(path, "task vector")
+    if source.metadata.get("kind") != _KIND:
+        raise ValueError(f"path: {path} holds no task vector that was saved by this package")
+    digests = BaseDigests(json.loads(source.metadata["base_digests"]))
+    if base is not None:
+        if not digests:
+            raise ValueError(f"base: {path} does not know its base (without_base() was used); pass base=None")
+        check_base(digests, open_source(base, "base"), str(path))
+    statistics: dict[str, dict[str, Tensor]] = {}
+    blocks: dict[str, TensorInfo] = {}
+    for key, info in source.infos.items():
+        if key.startswith(_STATISTICS + "."):
+            number, _, name = key.removeprefix(_STATISTICS + ".").partition(".")
+            statistics.setdefault(number, {})[name] = source.read(key)
+        else:
+            blocks[key] = TensorInfo(info.shape, compute_dtype(info.dtype))
+    lazy = LazyBlocks(blocks, lambda block: source.read(block).to(blocks[block].dtype))
+    return TaskVector.from_blocks(
+        lazy,
+        added={block: getattr(torch, name) for block, name in json.loads(source.metadata["added"]).items()},
+        base_digests=digests,
+        statistics=tuple(statistics.values()),
+    )
+
+
+def is_saved_vector(path: str | os.PathLike[str]) -> bool:
+    """Whether the path is a safetensors file, or a folder of them, that :func:`save_vector` wrote."""
+    target = Path(path)
+    if target.is_dir():
+        return (target / "task_vector.safetensors").is_file() or (target / ("task_vector" + INDEX_SUFFIX)).is_file()
+    if target.suffix != ".safetensors" or not target.is_file():
+        return False
+    return CheckpointSource(target, str(target)).metadata.get("kind") == _KIND

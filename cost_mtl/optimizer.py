@@ -1,0 +1,548 @@
+"""COST: a multi-task optimizer around any ``torch.optim`` optimizer. Read :meth:`COST.step`: it lists what happens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cost_mtl import trajectory
+from cost_mtl.base import (
+    Closure,
+    ObservingWeighting,
+    StepReport,
+    Teleporter,
+    TeleportReport,
+    Trigger,
+    Weighed,
+    WeightingInputs,
+)
+from cost_mtl.checkpoint import Progress
+from cost_mtl.evaluation import Evaluation, mean_losses, measure, measure_combined, run
+from cost_mtl.gradients import Layout, combine, cosines, exact_gramian, gramian, norms
+from cost_mtl.parallel import group_for
+from cost_mtl.parameters import Shared, all_trainable, few, held_by, names_of, resolve_shared
+from cost_mtl.teleport.driver import TeleportDriver
+from cost_mtl.teleport.lora import LoRATeleporter
+from cost_mtl.teleport.problem import Problem
+from cost_mtl.teleport.replay import Moment
+from cost_mtl.trajectory import HTR
+from cost_mtl.triggers import DominatedConflict, TeleportSchedule
+from cost_mtl.update import HostRead, clip_, not_finite, read, write_own, write_shared
+from cost_mtl.weighting import FairGrad, resolve
+from cost_mtl.wrapper import OptimizerWrapper
+
+
+class COST(OptimizerWrapper):
+    """Multi-task training with symmetry teleportation (Zhou et al., COST, NeurIPS 2025) around a base optimizer.
+
+    ``step(closure, *batch)`` does, in this order:
+
+    1. losses = closure(*batch)                       the one call of an ordinary step
+    2. G [K, m], own gradients                        one backward pass per task
+    3. M = G G^T [K, K]; is all of it finite?
+    4. trigger(M), only where the schedule allows a teleport
+    5. if so, the teleporter's move, verified, or every bit as before; then losses, G, M at the new point
+    6. w = weighting(M)
+    7. ``.grad`` = G^T w for the shared parameters, their own tasks' gradients for the others
+    8. after a teleport: HTR edits the base optimizer's history of the shared parameters
+    9. base.step()
+
+    Differences from the paper and its code: a teleport is accepted only if every loss stayed where it was and what it
+    was made for improved; HTR's default compares gradients and spares the second moment (``cost_mtl.trajectory``);
+    the teleporter moves along the level set of all losses instead of trading them against sharpness.
+
+    It is a ``torch.optim.Optimizer``: schedulers, hooks, ``param_groups``, ``add_param_group``, checkpoints, pickling
+    and deepcopy work as on the base, which is never replaced.
+
+    Args:
+        base: any ``torch.optim`` optimizer (LBFGS excepted) over the parameters to train.
+        model: the module, which may be wrapped in DistributedDataParallel.
+        shared: shared module(s) or parameters; None: the parameters of ``model`` that two or more losses reach, found
+            from the graph (the set may grow in later batches). Parameters outside of it that several tasks reach get
+            the plain sum of their gradients.
+        weighting: how task gradients are combined; see ``cost_mtl.weighting``. Default FairGrad(2.0), as in the
+            official scripts.
+        trigger: when to teleport; None: never.
+        schedule: when teleports are allowed.
+        teleporter: what a teleport does; None: never.
+        htr: what the base optimizer keeps of its history after a teleport: ``"gradient"`` (default), ``"momentum"``,
+            ``"paper"``, ``"rollback"``, ``"keep"``, ``"reset"``; see ``cost_mtl.trajectory``.
+        heads: ``"own"`` (default): parameters of one task get their own loss's gradient; ``"weighted"``: times the
+            task's weight, as in the official Nash-MTL.
+        max_norm: clip the combined shared gradient to this Euclidean norm. None: no clipping. The official recipes of
+            Nash-MTL and FairGrad clip at 1.
+        memory: earlier batches kept (by reference) from ``step(closure, *batch)`` for the teleport to verify itself
+            on; with none the current batch alone has to do.
+        gradients: ``"full"``, the only kind there is: gradients of the shared parameters themselves.
+        every: solve for the weights in every n-th step only; the steps between take one backward pass for all tasks
+            together, and no teleport.
+        on_nonfinite: ``"raise"`` (default): FloatingPointError that names the task, before anything is changed;
+            ``"skip"``: leave the step out and count it in the report.
+        process_group: None: the group of a DDP-wrapped model, else the default group where torch.distributed is
+            initialised; False: this process alone.
+        scaler: a ``torch.amp.GradScaler``; scaling, unscaling, skipping and updating happen inside ``step``.
+        seed: of the teleports' randomness, which is keyed on (seed, step). Global random streams are left alone.
+        on_teleport: called with the :class:`~cost_mtl.base.TeleportReport` of every attempt (after an accepted one
+            parameters have moved: averages of them may have to start anew).
+
+    Attributes:
+        last_step: report of the last step, or None before the first.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is listed here.
+    """
+
+    def __init__(
+        self,
+        base: Optimizer,
+        model: nn.Module,
+        *,
+        shared: Shared | None = None,
+        weighting: Any = FairGrad(alpha=2.0),  # noqa: B008  (frozen settings)
+        trigger: Trigger | None = DominatedConflict(),  # noqa: B008
+        schedule: TeleportSchedule = TeleportSchedule(),  # noqa: B008
+        teleporter: Teleporter | None = LoRATeleporter(),  # noqa: B008
+        htr: HTR = "gradient",
+        heads: Literal["own", "weighted"] = "own",
+        max_norm: float | None = None,
+        memory: int = 4,
+        gradients: Literal["full"] = "full",
+        every: int = 1,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        process_group: Any = None,
+        scaler: Any = None,
+        seed: int = 0,
+        on_teleport: Callable[[TeleportReport], None] | None = None,
+    ) -> None:
+        super().__init__(base)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        _one_of("htr", htr, trajectory.POLICIES)
+        _one_of("heads", heads, ("own", "weighted"))
+        _one_of("gradients", gradients, ("full",))
+        _one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
+        _at_least("memory", memory, 0)
+        _at_least("every", every, 1)
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm: expected a number > 0 or None, got {max_norm}")
+        self.model = model
+        self.weighting = resolve(weighting)
+        self.htr, self.heads, self.max_norm = htr, heads, max_norm
+        self.memory, self.every, self.on_nonfinite = memory, every, on_nonfinite
+        self.process_group, self.scaler = process_group, scaler
+        self.last_step: StepReport | None = None
+        self.progress = Progress()
+        self._driver = TeleportDriver(trigger, schedule, teleporter, seed, on_teleport)
+        self._shared = resolve_shared(shared)
+        self._buffer: Tensor | None = None
+        self._spare: Tensor | None = None
+        self._group = group_for(model, process_group)
+        self._warn_about_shared()
+
+    # ------------------------------------------------------------------------------------------ one step
+
+    @torch.no_grad()
+    def step(self, closure: Closure | Sequence[Closure] | None = None, *batch: Any) -> Tensor:  # type: ignore[override]
+        """One training step.
+
+        Args:
+            closure: ``closure(*batch)`` returns K losses with their graph (:data:`cost_mtl.base.Losses`); it need not
+                call backward or zero_grad. A sequence of closures: micro-batches, one update from their mean, each
+                evaluated and freed in turn.
+            batch: handed to the closure, and remembered for teleports.
+
+        Returns:
+            Detached losses [K], in task order, before the update.
+
+        Raises:
+            TypeError, ValueError: the closure, or what it returned, is not as described.
+            FloatingPointError: a task's loss or gradient is not finite and ``on_nonfinite="raise"``.
+        """
+        thunks = self._thunks(closure, batch)
+        p = self.progress
+        if p.weights is not None and self.every > 1 and p.step % self.every:
+            return self._step_with_last_weights(thunks)
+        before = self._moment() if self._driver.allowed(p) else None
+        now = self._evaluate(thunks)
+        M, host = self._gramian(now)
+        losses = now.losses
+        if self._refuse(now, host):
+            return losses
+        conflict, teleport = None, None
+        if before is not None and len(now.names) > 1 and now.layout.numel:
+            conflict = self._driver.conflict(host.gramian)
+            if conflict:
+                now, M, teleport = self._teleport_in_step(thunks, batch, before, now, M)
+        weighed = self._weigh(now, M)
+        self._write(now, weighed)
+        self._reuse_history(now.layout)
+        self._step_base()
+        self._observe(thunks, weighed, before)
+        self._finish(now, weighed, M, losses, conflict, teleport, batch)
+        return losses
+
+    def teleport(self, closure: Closure | Sequence[Closure], *batch: Any) -> TeleportReport:
+        """Teleport now, whatever trigger and schedule say. Parameters move if it is accepted; nothing else changes
+        (``.grad``, buffers, random streams, the base optimizer's state, which HTR edits in the coming step).
+
+        Raises:
+            RuntimeError: no teleporter; or the closure can't be teleported on (its losses change when it is called
+                again at the same parameters).
+            ValueError: no shared layer can carry an adapter, or no parameter is shared.
+        """
+        thunks = self._thunks(closure, batch)
+        if self._driver.teleporter is None:
+            raise RuntimeError("teleport: this COST has teleporter=None")
+        before = self._moment()
+        with torch.no_grad():
+            try:
+                now = self._evaluate(thunks, single=False)
+                M, host = self._gramian(now)
+                bad = self._bad_tasks(now, host)
+                if bad:
+                    raise FloatingPointError(self._complaint(now, bad))
+                if not now.layout.numel:
+                    raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
+                problem = self._problem(thunks, batch, before, now, M)
+                outcome = self._driver.run(problem, self.progress, self.htr, self._spare)
+            finally:
+                before.restore()
+        return outcome.report
+
+    # ------------------------------------------------------------------------------------------ teleports
+
+    def _moment(self) -> Moment:
+        """Random streams and buffers as they are now."""
+        devices = {p.device for p in all_trainable(self.base, self.model)}
+        return Moment.capture(self.model.modules(), devices)
+
+    def _problem(
+        self, thunks: Sequence[partial[Any]], batch: tuple[Any, ...], before: Moment, now: Evaluation, M: Tensor
+    ) -> Problem:
+        layout, own = self._layout()
+        earlier = [[partial(t.func, *old) for t in thunks] for old in reversed(self.progress.memory)] if batch else []
+        roots = trajectory.second_moment_root(self.base, layout.params)
+        return Problem(
+            model=self.model,
+            layout=layout,
+            own=own,
+            closures=[thunks, *earlier],
+            moment=before,
+            losses=now.losses.double(),
+            gradients=now.gradients.matrix,
+            gramian=M.double(),
+            scale=None if roots is None else layout.flatten(roots),
+            generator=self._driver.generator(self.progress.step),
+            group=self._group,
+        )
+
+    def _teleport_in_step(
+        self, thunks: Sequence[partial[Any]], batch: tuple[Any, ...], before: Moment, now: Evaluation, M: Tensor
+    ) -> tuple[Evaluation, Tensor, TeleportReport | None]:
+        after = self._moment()
+        problem = self._problem(thunks, batch, before, now, M)
+        try:
+            if not self._driver.persists(problem):
+                return now, M, None
+            outcome = self._driver.run_in_step(problem, self.progress, self.htr, self._spare)
+        finally:
+            after.restore()
+        if outcome is None:
+            return now, M, None
+        if outcome.evaluation is None or outcome.gramian is None:
+            return now, M, outcome.report
+        # The gradients at the new point replace those at the old; the buffers change roles.
+        self._buffer, self._spare = outcome.evaluation.gradients.matrix, now.gradients.matrix
+        return outcome.evaluation, outcome.gramian, outcome.report
+
+    # ------------------------------------------------------------------------------------------ its parts
+
+    def _thunks(self, closure: Any, batch: tuple[Any, ...]) -> list[partial[Any]]:
+        if getattr(self, "grad_scale", None) is not None:
+            delattr(self, "grad_scale")
+            raise RuntimeError("an enabled GradScaler called step: hand it over as COST(scaler=scaler) and call "
+                               "optimizer.step(closure) yourself; scaling, unscaling and update happen inside")  # fmt: skip
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("closure: gradients can't be computed under torch.inference_mode()")
+        if isinstance(closure, list | tuple) and closure and all(callable(c) for c in closure):
+            return [partial(c, *batch) for c in closure]
+        if not callable(closure):
+            raise TypeError(
+                "closure: expected a function that returns the K task losses, as in optimizer.step(closure, *batch), "
+                f"got {type(closure).__name__}. Task gradients can't be taken from .grad, so a loop (or a trainer) that "
+                "calls backward() and then step() has to hand the losses over instead"
+            )
+        return [partial(closure, *batch)]
+
+    def _layout(self) -> tuple[Layout, list[Tensor]]:
+        """The trainable shared parameters and all other trainable ones."""
+        every = all_trainable(self.base, self.model)
+        if self._shared is None:
+            mine: list[Tensor] = list(self.model.parameters())
+            shared = [mine[k] for k in self.progress.shared]
+        else:
+            shared = self._shared
+        layout = Layout([p for p in shared if p.requires_grad])
+        return layout, [p for p in every if id(p) not in layout.index]
+
+    def _evaluate(self, thunks: Sequence[partial[Any]], *, single: bool = True) -> Evaluation:
+        layout, own = self._layout()
+        scale = None
+        if self.scaler is not None and self.scaler.is_enabled():
+            scale = self.scaler.scale(torch.ones((), device=held_by(self.base)[0].device))
+        now = measure(thunks, self.model, layout, own, self._group, out=self._buffer, scale=scale, single=single,
+                      look_closely=self.last_step is None)  # fmt: skip
+        if self._shared is None and len(now.names) > 1:
+            now = self._grow(now)
+        self._buffer = now.gradients.matrix
+        self._check_tasks(len(now.names))
+        return now
+
+    def _grow(self, now: Evaluation) -> Evaluation:
+        """Parameters of the model that two losses have reached for the first time become shared."""
+        mine = list(self.model.parameters())
+        several = [k for k, p in enumerate(mine) if len(now.gradients.own.get(id(p), {})) > 1]
+        if not several:
+            return now
+        self.progress.shared = sorted({*self.progress.shared, *several})
+        layout, _ = self._layout()
+        G = torch.zeros(len(now.names), layout.numel, dtype=layout.dtype, device=layout.device)
+        reached = set()
+        for k, p in enumerate(layout.params):
+            old = now.layout.index.get(id(p))
+            by_task = now.gradients.own.pop(id(p), {})
+            if by_task or old in now.gradients.reached:
+                reached.add(k)
+            for i, row in enumerate(G):
+                if old is not None:
+                    layout.view(row, k).copy_(now.layout.view(now.gradients.matrix[i], old))
+                elif i in by_task:
+                    grad = by_task[i]
+                    layout.view(row, k).copy_(grad.to_dense() if grad.is_sparse else grad)
+        return replace(now, layout=layout, gradients=replace(now.gradients, matrix=G, reached=reached))
+
+    def _check_tasks(self, K: int) -> None:
+        p = self.progress
+        if p.num_tasks != K:
+            if p.num_tasks is not None and p.weighting:
+                warnings.warn(f"closure: {K} losses instead of {p.num_tasks}; the weighting starts anew", stacklevel=4)
+            p.num_tasks, p.weights = K, None
+            p.weighting = self.weighting.initial_state(K)
+
+    def _gramian(self, now: Evaluation) -> tuple[Tensor, HostRead]:
+        G = now.gradients.matrix
+        wide = torch.float32 if G.device.type == "mps" else torch.float64
+        M = gramian(G, dtype=wide)
+        own = [grad for by_task in now.gradients.own.values() for grad in by_task.values()]
+        host = read(now.losses, M, own)
+        diagonal = host.gramian.diagonal()
+        if G.numel() and not bool((torch.isfinite(diagonal) & (diagonal > 1e-32)).all()):
+            # A float32 square may have left its range while the gradient itself is fine.
+            M = exact_gramian(G).to(wide)
+            host = replace(host, gramian=M.cpu().double())
+        return M, host
+
+    def _bad_tasks(self, now: Evaluation, host: HostRead) -> list[int]:
+        if not host.bad_tasks() and torch.isfinite(torch.tensor(host.own_norm)):
+            return []
+        return not_finite(now)
+
+    def _refuse(self, now: Evaluation, host: HostRead) -> bool:
+        """Whether the step has to be left out because something is not finite."""
+        bad = self._bad_tasks(now, host)
+        if not bad:
+            return False
+        self._clear_grads()
+        overflow = self.scaler is not None and bool(torch.isfinite(host.losses).all())
+        if overflow:
+            self._skip_through_scaler()
+        elif self.on_nonfinite == "raise":
+            raise FloatingPointError(self._complaint(now, bad))
+        self.progress.step += 1
+        self.progress.skipped += 1
+        M = now.gradients.matrix.new_full((len(now.names),), float("nan"))
+        self.last_step = StepReport(
+            now.losses, now.names, None, M, None, None, None, None, None, True, self.progress.skipped
+        )  # fmt: skip
+        return True
+
+    def _complaint(self, now: Evaluation, bad: Sequence[int]) -> str:
+        which = ", ".join(f"task {now.names[i]!r} (loss {float(now.losses[i]):g})" for i in bad)
+        return (f"not finite: the loss or a gradient of {which} in step {self.progress.step}. Parameters and optimizer "
+                "state are as before; on_nonfinite='skip' leaves such steps out")  # fmt: skip
+
+    def _weigh(self, now: Evaluation, M: Tensor) -> Weighed:
+        K = len(now.names)
+        if K == 1 or not now.layout.numel:
+            return Weighed(torch.ones(K, dtype=M.dtype, device=M.device), self.progress.weighting)
+        inputs = WeightingInputs(M, now.losses, now.gradients.matrix, self.progress.step)
+        weighed = self.weighting.weigh(inputs, self.progress.weighting)
+        self.progress.weighting = weighed.state
+        if self.every > 1:
+            self.progress.weights = weighed.weights
+        return weighed
+
+    def _write(self, now: Evaluation, weighed: Weighed) -> None:
+        """``.grad`` of every parameter; G's first row becomes the combined direction."""
+        self._clear_grads()
+        if now.layout.numel:
+            G = now.gradients.matrix
+            if weighed.direction is None:
+                d = combine(G, weighed.weights, out=G[0])
+            else:
+                d = weighed.direction.to(G.dtype)
+            write_shared(now.layout, clip_(d, self.max_norm), now.gradients.reached)
+            if trajectory.needs_direction(self.htr) and self._driver.enabled:
+                self.progress.direction = d.clone()
+        weights = weighed.weights.tolist() if self.heads == "weighted" and len(now.names) > 1 else None
+        _, own = self._layout() if len(now.names) > 1 else (None, all_trainable(self.base, self.model))
+        write_own(own, now.gradients, weights)
+        for parameter, grad in weighed.parameter_grads:
+            parameter.grad = grad.to(parameter.device, parameter.dtype)
+
+    def _reuse_history(self, layout: Layout) -> None:
+        sigma, self.progress.sigma = self.progress.sigma, None
+        if sigma is None:
+            return
+        if self.htr == "rollback":
+            trajectory.rollback_(self.base, layout.params, sigma)
+        else:
+            moments: Literal["first", "both"] = "both" if self.htr in ("paper", "reset") else "first"
+            trajectory.reuse_trajectory_(self.base, layout.params, sigma, moments=moments)
+
+    def _step_base(self) -> None:
+        if self.scaler is None or not self.scaler.is_enabled():
+            self.base.step()
+            return
+        scale = self.scaler.scale(torch.ones((), device=held_by(self.base)[0].device))
+        for p in held_by(self.base):
+            if p.grad is not None:
+                p.grad.mul_(scale.to(p.grad.device, p.grad.dtype))
+        self.scaler.step(self.base)
+        self.scaler.update()
+
+    def _skip_through_scaler(self) -> None:
+        """Let the scaler see an overflow, so that it skips the step and lowers its scale."""
+        p = next(p for p in held_by(self.base) if p.requires_grad)
+        p.grad = torch.full_like(p, float("inf"))
+        self.scaler.step(self.base)
+        self.scaler.update()
+        p.grad = None
+
+    def _observe(self, thunks: Sequence[partial[Any]], weighed: Weighed, before: Moment | None) -> None:
+        if not isinstance(self.weighting, ObservingWeighting) or self.progress.num_tasks == 1:
+            return
+        # The losses after the update must not count in running statistics or shift the random streams.
+        now = self._moment()
+        values = [tasks.values for tasks in run(thunks, self.model)]
+        now.restore()
+        losses = mean_losses(values, self._group)
+        self.progress.weighting = self.weighting.observe(losses, weighed.state)
+
+    def _finish(
+        self,
+        now: Evaluation,
+        weighed: Weighed,
+        M: Tensor,
+        losses: Tensor,
+        conflict: bool | None,
+        teleport: TeleportReport | None,
+        batch: tuple[Any, ...],
+    ) -> None:
+        p, several = self.progress, len(now.names) > 1
+        p.step += 1
+        if batch and self.memory and self._driver.enabled:
+            p.memory = [*p.memory, batch][-self.memory :]
+        self.last_step = StepReport(
+            losses, now.names, M if several else None, weighed.weights, cosines(M) if several else None,
+            norms(M) if several else None, conflict, teleport, weighed.solver, False, p.skipped,
+        )  # fmt: skip
+
+    def _step_with_last_weights(self, thunks: Sequence[partial[Any]]) -> Tensor:
+        weights = self.progress.weights
+        if weights is None:
+            raise RuntimeError("there are no weights of an earlier step")
+        layout, own = self._layout()
+        w = weights.tolist()
+        own_weights = w if self.heads == "weighted" else [1.0] * len(w)
+        names, losses, grads = measure_combined(
+            thunks, self.model, layout.params, own, w, own_weights, self._group
+        )  # fmt: skip
+        self._clear_grads()
+        found = [g for g in grads if g is not None]
+        bad = [i for i in range(len(w)) if not bool(torch.isfinite(losses[i]))]
+        if bad or not all(bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in found):
+            self.progress.step += self.on_nonfinite == "skip"
+            self.progress.skipped += self.on_nonfinite == "skip"
+            if self.on_nonfinite == "raise":
+                raise FloatingPointError(f"not finite: the loss or a gradient of task(s) "
+                                         f"{[names[i] for i in bad] or list(names)} in step {self.progress.step}")  # fmt: skip
+            self.last_step = StepReport(
+                losses, names, None, weights, None, None, None, None, None, True, self.progress.skipped
+            )  # fmt: skip
+            return losses
+        for p, grad in zip([*layout.params, *own], grads, strict=True):
+            p.grad = grad
+        if self.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_([p for p in layout.params if p.grad is not None], self.max_norm)
+        self._reuse_history(layout)
+        self._step_base()
+        self.progress.step += 1
+        self.last_step = StepReport(
+            losses, names, None, weights, None, None, None, None, None, False, self.progress.skipped
+        )  # fmt: skip
+        return losses
+
+    # ------------------------------------------------------------------------------------------ housekeeping
+
+    def _clear_grads(self) -> None:
+        for p in (*self.model.parameters(), *held_by(self.base)):
+            p.grad = None
+
+    def _warn_about_shared(self) -> None:
+        if self._shared is None:
+            return
+        active = [p for p in self._shared if p.requires_grad]
+        if not active:
+            warnings.warn(f"shared: none of its {len(self._shared)} parameters is trainable (requires_grad is False); "
+                          "only the other parameters train", stacklevel=3)  # fmt: skip
+        held = {id(p) for p in held_by(self.base)}
+        missing = names_of(self.model, [p for p in active if id(p) not in held])
+        if missing:
+            warnings.warn(f"shared: {len(missing)} parameters are in no param group of the base optimizer ({few(missing)}); "
+                          "they get a .grad, but another optimizer has to step them", stacklevel=3)  # fmt: skip
+
+    def _extra_state(self) -> dict[str, Any]:
+        return self.progress.pack()
+
+    def _read_extra(self, extra: Any) -> Progress:
+        return Progress() if extra is None else Progress.unpack(extra)
+
+    def _adopt_extra(self, extra: Progress) -> None:
+        device = held_by(self.base)[0].device
+        extra.weighting = {k: v.to(device) if isinstance(v, Tensor) and v.is_floating_point() else v
+                           for k, v in extra.weighting.items()}  # fmt: skip
+        self.progress = extra
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._buffer = self._spare = None
+        self.last_step = None
+        self._group = group_for(self.model, self.process_group)
+
+
+def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")

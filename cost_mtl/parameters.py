@@ -1,0 +1,68 @@
+"""Which parameters are shared, which belong to tasks, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Shared = nn.Module | Tensor | Iterable[nn.Module | Tensor]
+
+
+def resolve_shared(shared: Shared | None) -> list[Tensor] | None:
+    """The distinct shared parameters of modules and parameters given singly or in any iterable, in order.
+
+    Overlaps and doubles count once, and a generator is read once. None stays None.
+
+    Raises:
+        TypeError: something in it is neither a module nor a parameter.
+        ValueError: empty.
+    """
+    if shared is None:
+        return None
+    items = [shared] if isinstance(shared, nn.Module | Tensor) else list(_iterable(shared))
+    found: dict[int, Tensor] = {}
+    for item in items:
+        if isinstance(item, nn.Module):
+            found.update((id(p), p) for p in item.parameters() if id(p) not in found)
+        elif isinstance(item, Tensor):
+            if not item.is_leaf:
+                raise ValueError("shared: expected parameters (leaf tensors), got the result of an operation")
+            found.setdefault(id(item), item)
+        else:
+            raise TypeError(f"shared: expected modules or parameters, got {type(item).__name__} among them")
+    if not found:
+        raise ValueError(
+            "shared: expected at least one parameter, got an empty selection; None finds it from the graph"
+        )
+    return list(found.values())
+
+
+def _iterable(shared: object) -> Iterable[object]:
+    if not isinstance(shared, Iterable) or isinstance(shared, str):
+        raise TypeError(f"shared: expected a module, a parameter or an iterable of them, got {type(shared).__name__}")
+    return shared
+
+
+def held_by(base: Optimizer) -> list[Tensor]:
+    """The parameters in the optimizer's groups, in order."""
+    return [p for group in base.param_groups for p in group["params"]]
+
+
+def all_trainable(base: Optimizer, model: nn.Module) -> list[Tensor]:
+    """The distinct trainable parameters of the model and of the optimizer (learned loss weights, say), in order."""
+    every = {id(p): p for p in (*model.parameters(), *held_by(base)) if p.requires_grad}
+    return list(every.values())
+
+
+def names_of(model: nn.Module, params: Sequence[Tensor]) -> list[str]:
+    """Full names in the model; the shape for a parameter outside of it."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names.get(id(p), f"a parameter of shape {list(p.shape)} outside the model") for p in params]
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """A list for an error message."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

@@ -1,0 +1,111 @@
+"""When and with what COST teleports: trigger, schedule and teleporter together, and the bookkeeping of attempts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_mtl.base import Teleporter, TeleportReport, Trigger
+from cost_mtl.checkpoint import Progress
+from cost_mtl.gradients import combine, gramian
+from cost_mtl.teleport.lora import NoAdaptableLayerError
+from cost_mtl.teleport.problem import Problem
+from cost_mtl.teleport.transaction import Outcome, UnrepeatableClosureError, attempt, rejected
+from cost_mtl.trajectory import HTR, sigma_for
+from cost_mtl.triggers import TeleportSchedule
+
+REFUSALS = (NoAdaptableLayerError, UnrepeatableClosureError)
+"""What makes a training step go on without the teleport, said once; ``COST.teleport`` raises it."""
+
+
+@dataclass(frozen=True)
+class TeleportDriver:
+    """The teleport settings of one COST."""
+
+    trigger: Trigger | None
+    schedule: TeleportSchedule
+    teleporter: Teleporter | None
+    seed: int
+    on_teleport: Callable[[TeleportReport], None] | None
+
+    def __post_init__(self) -> None:
+        if self.trigger is not None and (isinstance(self.trigger, type) or not callable(self.trigger)):
+            raise TypeError(f"trigger: expected a function of the Gramian or None, got {_kind(self.trigger)}")
+        if not isinstance(self.schedule, TeleportSchedule):
+            raise TypeError(f"schedule: expected a TeleportSchedule, got {_kind(self.schedule)}")
+        if self.teleporter is not None and (
+            isinstance(self.teleporter, type) or not isinstance(self.teleporter, Teleporter)
+        ):
+            raise TypeError(
+                f"teleporter: expected an object with propose(problem) or None, got {_kind(self.teleporter)}"
+            )
+        if self.on_teleport is not None and not callable(self.on_teleport):
+            raise TypeError(f"on_teleport: expected a function of a TeleportReport, got {_kind(self.on_teleport)}")
+
+    @property
+    def enabled(self) -> bool:
+        return self.trigger is not None and self.teleporter is not None
+
+    def allowed(self, progress: Progress) -> bool:
+        """Whether the coming step may teleport."""
+        return self.enabled and self.schedule.allows(progress.step, progress.attempts, progress.last_attempt)
+
+    def conflict(self, M: Tensor) -> bool:
+        """What the trigger says of a Gramian on the host."""
+        return bool(self.trigger(M)) if self.trigger is not None else False
+
+    def generator(self, step: int) -> torch.Generator:
+        """Keyed on (seed, step): the same in a resumed run and on every process."""
+        return torch.Generator().manual_seed((self.seed * 1_000_003 + step) % (1 << 63))
+
+    def persists(self, problem: Problem) -> bool:
+        """Whether the conflict is there on an earlier batch, too (``schedule.confirm``)."""
+        if not self.schedule.confirm or problem.batches < 2:
+            return True
+        _, G = problem.evaluate_gradients(1)
+        return self.conflict(gramian(G, dtype=torch.float64).cpu())
+
+    def run(self, problem: Problem, progress: Progress, htr: HTR, out: Tensor | None) -> Outcome:
+        """One attempt. On success ``progress.sigma`` says what HTR has to do in the coming step."""
+        if self.teleporter is None:
+            raise RuntimeError("teleporter: there is none")
+        progress.attempts += 1
+        progress.last_attempt = progress.step
+        outcome = attempt(problem, self.teleporter, out)
+        if outcome.evaluation is not None and outcome.delta is not None:
+            mean = problem.gradients.new_full((len(problem.losses),), 1 / len(problem.losses))
+            sigma = sigma_for(
+                htr,
+                before=combine(problem.gradients, mean),
+                after=combine(outcome.evaluation.gradients.matrix, mean),
+                delta=outcome.delta,
+                direction=_fitting(progress.direction, outcome.delta),
+            )
+            progress.sigma = sigma
+            outcome = replace(outcome, report=replace(outcome.report, sigma=sigma))
+        if self.on_teleport is not None:
+            self.on_teleport(outcome.report)
+        return outcome
+
+    def run_in_step(self, problem: Problem, progress: Progress, htr: HTR, out: Tensor | None) -> Outcome | None:
+        """:meth:`run`, where a refusal or a lack of memory must not end the training. None if it was refused."""
+        try:
+            return self.run(problem, progress, htr, out)
+        except REFUSALS as error:
+            warnings.warn(f"no teleport: {error}", stacklevel=5)
+            return None
+        except torch.OutOfMemoryError as error:
+            return Outcome(rejected(problem, f"out of memory: {error}"))
+
+
+def _fitting(direction: Tensor | None, delta: Tensor) -> Tensor | None:
+    return direction.to(delta.device) if direction is not None and direction.shape == delta.shape else None
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -1,0 +1,109 @@
+"""Teleports through a PEFT adapter: LoRA by default, any other PEFT method that merges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from cost_mtl.base import Acceptance, Move, TeleportProblem
+from cost_mtl.teleport import objective as ob
+from cost_mtl.teleport.adapters import adapters, unfit_layers
+from cost_mtl.teleport.layers import Layer, shared_layers
+from cost_mtl.teleport.level_set import LevelSet, climb
+
+
+class NoAdaptableLayerError(ValueError):
+    """No layer of the shared part can carry an adapter; the message names each with its reason."""
+
+
+@dataclass(frozen=True)
+class LoRATeleporter:
+    """Delta theta as a low-rank PEFT adapter on the shared Linear and Conv layers, merged afterwards (COST, Eqns 5-11).
+
+    The paper trains the adapter by Adam on loss invariance minus gamma times sharpness. Measured, that either does
+    nothing or trades invariance for gradient norm; here the adapter is moved along the level set of all task losses
+    (``cost_mtl.teleport.level_set``), in one step without double backward.
+
+    Args:
+        rank: of the adapter; default 5, the paper's. It hardly matters (1, 5 and 16 were measured).
+        peft_config: any PEFT config whose method merges into the weights (LoHa, LoKr, BOFT, DoRA, ...); default LoRA
+            of the given rank. Its ``target_modules``, where given, choose among the shared layers; a layer on which
+            the fresh adapter is not the identity is left out and reported.
+        objective: ``"auto"`` (default): the conflict objective, or the norm objective where the former has no
+            gradient (opposite or equal gradients); ``"conflict"``: the smallest cos(g_i, g_0); ``"norm"``: the
+            balanced gradient norms, the paper's aim.
+        solver: settings of the level-set solver.
+        acceptance: what the move has to keep and to gain.
+        tolerance: shorthand for ``acceptance.tolerance``.
+
+    Raises:
+        NoAdaptableLayerError: in ``propose``.
+    """
+
+    rank: int = 5
+    peft_config: Any = None
+    objective: Literal["auto", "conflict", "norm"] = "auto"
+    solver: LevelSet = field(default_factory=LevelSet)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank: expected an integer >= 1, got {self.rank!r}")
+        if self.objective not in ("auto", "conflict", "norm"):
+            raise ValueError(f"objective: expected 'auto', 'conflict' or 'norm', got {self.objective!r}")
+        if self.tolerance is not None:
+            if not self.tolerance > 0:
+                raise ValueError(f"tolerance: expected a number > 0, got {self.tolerance}")
+            values = {**vars(self.acceptance), "tolerance": self.tolerance}
+            object.__setattr__(self, "acceptance", Acceptance(**values))
+
+    def propose(self, problem: TeleportProblem, /) -> Move:
+        config = self._config()
+        layers, skipped = shared_layers([problem.model], problem.params)
+        layers = [layer for layer in layers if _targeted(config, layer, skipped)]
+        _require(layers, skipped)
+        with adapters(problem, layers, config) as space:
+            unfit = unfit_layers(space)
+            if not unfit:
+                return self._climb(problem, space, skipped)
+        skipped |= unfit
+        layers = [layer for layer in layers if layer.name not in unfit]
+        _require(layers, skipped)
+        with adapters(problem, layers, config) as space:
+            return self._climb(problem, space, skipped)
+
+    def _climb(self, problem: TeleportProblem, space: Any, skipped: dict[str, str]) -> Move:
+        objective = ob.pick(problem.gramian) if self.objective == "auto" else self.objective
+        result = climb(problem, space, objective, self.acceptance.tolerance, self.solver)
+        return Move(
+            result.delta, objective, used=result.used, inner_steps=result.steps, skipped_layers=skipped,
+            notes=result.notes, acceptance=self.acceptance,
+        )  # fmt: skip
+
+    def _config(self) -> Any:
+        if self.peft_config is not None:
+            return self.peft_config
+        from peft import LoraConfig
+
+        return LoraConfig(r=self.rank, lora_alpha=self.rank)
+
+
+def _targeted(config: Any, layer: Layer, skipped: dict[str, str]) -> bool:
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if getattr(config, "target_modules", None) in (None, "all-linear"):
+        return config.target_modules is None or isinstance(layer.module, nn.Linear)
+    if check_target_module_exists(config, layer.name):
+        return True
+    skipped[layer.name] = "not among the config's target_modules"
+    return False
+
+
+def _require(layers: list[Layer], skipped: dict[str, str]) -> None:
+    if layers:
+        return
+    named = "; ".join(f"{name} ({reason})" for name, reason in skipped.items()) or "none has a weight of its own"
+    raise NoAdaptableLayerError(f"no shared layer can carry an adapter: {named}. DenseTeleporter() needs none.")

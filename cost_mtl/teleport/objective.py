@@ -1,0 +1,141 @@
+"""What a teleport improves, as functions of the task gradients alone.
+
+An objective phi(g_1, ..., g_K) is described by the rows a_j = d phi / d g_j. Each is a combination of the task
+gradients, a_j = sum_k A[j, k] g_k, so the whole objective is one coefficient matrix A [K, K] made from the Gramian.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cost_mtl.gradients import cosines, gramian, norms
+
+DEGENERATE = 0.1
+"""Sine of the angle between g_i and g_0 below which the conflict objective has (nearly) no gradient: at exactly
+opposite or exactly equal directions a cosine is at its extremum."""
+
+
+def balance(M: Tensor) -> Tensor:
+    """R_i = K (1 - ||g_i|| / sum_j ||g_j||) [K]: tasks with a small gradient count more (COST, Eqn 10)."""
+    lengths = norms(M)
+    total = lengths.sum()
+    if not total > 0:
+        return torch.ones_like(lengths)
+    return len(M) * (1 - lengths / total) if len(M) > 1 else torch.ones_like(lengths)
+
+
+def worst_task(M: Tensor) -> int:
+    """The task with the smallest cosine with the mean gradient, among those with a gradient."""
+    active = norms(M) > 0
+    return int(torch.where(active, cosines(M), torch.inf).argmin())
+
+
+def pick(M: Tensor) -> str:
+    """``"conflict"`` where it has a usable gradient, else ``"norm"``."""
+    if len(M) == 1:
+        return "norm"
+    c = float(cosines(M)[worst_task(M)])
+    return "conflict" if (1 - c * c) ** 0.5 >= DEGENERATE else "norm"
+
+
+def conflict_coefficients(M: Tensor) -> Tensor:
+    """A [K, K] of phi = min_i cos(g_i, g_0).
+
+    With c = cos(g_i, g_0) of the worst task i and unit vectors e: d phi / d g_0 = (e_i - c e_0) / ||g_0|| reaches
+    every g_j with 1/K, and g_i itself with (e_0 - c e_i) / ||g_i|| as well.
+    """
+    K = len(M)
+    i = worst_task(M)
+    n_i = norms(M)[i]
+    n_0 = M.sum().clamp_min(0).sqrt() / K
+    c = cosines(M)[i]
+    A = torch.zeros_like(M)
+    A[:, i] += 1 / (K * n_0 * n_i)
+    A -= c / (K * K * n_0**2)
+    A[i] += 1 / (K * n_0 * n_i)
+    A[i, i] -= c / n_i**2
+    return A
+
+
+def norm_coefficients(M: Tensor) -> Tensor:
+    """A [K, K] of phi = sum_i R_i log ||g_i||, R from :func:`balance` and constant: a_i = R_i g_i / ||g_i||^2."""
+    squares = M.diagonal()
+    positive = squares > 0
+    return torch.diag(torch.where(positive, balance(M) / torch.where(positive, squares, 1.0), 0.0))
+
+
+def gain(objective: str, before: Tensor, after: Tensor) -> float:
+    """Improvement from the Gramian before to the one after.
+
+    ``"conflict"``: rise of the smallest cosine (absolute). ``"norm"``: the R-weighted geometric mean of the norm
+    ratios minus 1 (relative). Tasks without a gradient do not count.
+    """
+    active = before.diagonal() > 0
+    if objective == "conflict":
+        return float(cosines(after)[active].min() - cosines(before)[active].min())
+    R = balance(before)[active]
+    ratios = norms(after)[active].log() - norms(before)[active].log()
+    return float(((R * ratios).sum() / R.sum()).exp() - 1)
+
+
+def group_rows(A: Tensor) -> list[tuple[Tensor, list[int]]]:
+    """Distinct non-zero rows of A with the tasks that share each: one perturbed evaluation serves a whole group
+    (under the conflict objective all tasks but the worst share one)."""
+    groups: list[tuple[Tensor, list[int]]] = []
+    for j, row in enumerate(A):
+        if not bool((row != 0).any()):
+            continue
+        for other, tasks in groups:
+            if torch.equal(row, other):
+                tasks.append(j)
+                break
+        else:
+            groups.append((row, [j]))
+    return groups
+
+
+def relative_change(before: Tensor, after: Tensor) -> float:
+    """Largest |L_i' - L_i| / |L_i|; a loss that was exactly 0 has to stay 0 (else inf). NaN counts as inf."""
+    change = (after - before).abs()
+    relative = torch.where(change == 0, 0.0, change / before.abs())
+    worst = float(relative.nan_to_num(nan=torch.inf).max())
+    return worst
+
+
+def project_out(J: Tensor, u: Tensor, metric: Tensor | None = None) -> Tensor:
+    """The part of P u that keeps J s = 0: s = P (u - J^T y) with J P J^T y = J P u.
+
+    Args:
+        J: [R, n]; rows of very different length are fine.
+        u: [n].
+        metric: diagonal of P [n]; None: identity.
+    """
+    return restore_step(J, None, u, metric)
+
+
+def restore_step(J: Tensor, residual: Tensor | None, u: Tensor | None, metric: Tensor | None = None) -> Tensor:
+    """Least-norm step in the metric P^-1 with J s = -residual, on top of the projection of u (either may be None)."""
+    lengths = torch.linalg.vector_norm(J, dim=1, keepdim=True)
+    unit = J / torch.where(lengths > 0, lengths, 1.0)
+    weighted = unit if metric is None else unit * metric
+    S = gramian(unit if metric is None else unit * metric.sqrt(), dtype=torch.float64)
+    rhs = torch.zeros(len(J), dtype=torch.float64, device=J.device)
+    if u is not None:
+        rhs += (weighted @ u).double()
+    if residual is not None:
+        rhs += torch.where(lengths[:, 0] > 0, residual / lengths[:, 0].double().clamp_min(1e-300), 0.0)
+    y = _pinv_solve(S, rhs).to(J.dtype)
+    step = -(weighted.T @ y)
+    if u is not None:
+        step += u if metric is None else u * metric
+    return step
+
+
+def _pinv_solve(S: Tensor, rhs: Tensor, rcond: float = 1e-6) -> Tensor:
+    # Tasks with the same gradient are normal: S is then singular, and the pseudo-inverse simply counts them once.
+    values, vectors = torch.linalg.eigh((S + S.T) / 2)
+    keep = values > rcond * values[-1].clamp_min(0)
+    inverse = torch.where(keep, 1 / torch.where(keep, values, 1.0), 0.0)
+    solved: Tensor = vectors @ (inverse * (vectors.T @ rhs))
+    return solved

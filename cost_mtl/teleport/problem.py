@@ -1,0 +1,146 @@
+"""The landscape that a teleporter works on (:class:`cost_mtl.base.TeleportProblem`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cost_mtl.evaluation import Evaluation, Thunk, mean_losses, measure, run
+from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
+from cost_mtl.losses import TaskLosses
+from cost_mtl.parallel import mean_
+from cost_mtl.teleport.replay import Moment
+
+
+@dataclass
+class Problem:
+    """Implements :class:`cost_mtl.base.TeleportProblem`, whose docstrings apply.
+
+    Attributes:
+        own: the other trainable parameters, whose gradients are wanted at an accepted point.
+        closures: per batch, the current one first, the closures of its micro-batches (mostly one), without arguments.
+        moment: random streams and buffers that every evaluation starts from.
+        group: process group to average over, or None.
+        calls: evaluations done so far.
+    """
+
+    model: nn.Module
+    layout: Layout
+    own: Sequence[Tensor]
+    closures: Sequence[Sequence[Thunk]]
+    moment: Moment
+    losses: Tensor
+    gradients: Tensor
+    gramian: Tensor
+    scale: Tensor | None
+    generator: torch.Generator
+    group: Any = None
+    calls: int = 0
+    theta: list[Tensor] = field(init=False)
+    _references: dict[int, Tensor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.theta = [p.detach().clone() for p in self.layout.params]
+        self._references[0] = self.losses
+
+    @property
+    def params(self) -> tuple[Tensor, ...]:
+        return self.layout.params
+
+    @property
+    def batches(self) -> int:
+        return len(self.closures)
+
+    def reference(self, batch: int) -> Tensor:
+        if batch not in self._references:
+            with self.at_theta():
+                self._references[batch] = self.evaluate(batch)
+        return self._references[batch]
+
+    def _run(self, batch: int) -> Iterator[TaskLosses]:
+        self.moment.restore()
+        self.calls += 1
+        for tasks in run(self.closures[batch], self.model):
+            if len(tasks) != len(self.losses):
+                raise ValueError(f"closure: returned {len(self.losses)} losses at first, then {len(tasks)}")
+            yield tasks
+
+    def evaluate(self, batch: int = 0) -> Tensor:
+        values = [tasks.values for tasks in self._run(batch)]
+        return mean_losses(values, self.group, torch.float64).to(self.losses.device)
+
+    def measure(self, out: Tensor | None = None) -> Evaluation:
+        """Losses and all gradients, of shared and other parameters, on batch 0 where the model stands."""
+        self.moment.restore()
+        self.calls += 1
+        return measure(self.closures[0], self.model, self.layout, self.own, self.group, out=out, single=False)
+
+    def evaluate_gradients(
+        self, batch: int = 0, *, wrt: Sequence[Tensor] | None = None, tasks: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        layout = self.layout if wrt is None else Layout(wrt)
+        factor = 1.0 / len(self.closures[batch])
+        values: list[Tensor] = []
+        result: TaskGradients | None = None
+        G = torch.zeros(len(tasks or ()), layout.numel, dtype=layout.dtype, device=layout.device)
+        for split in self._run(batch):
+            values.append(split.values)
+            if tasks is None:
+                result = collect(split, layout, (), factor=factor, add_to=result)
+                G = result.matrix
+            else:
+                self._add_sums(split, tasks, factor, layout, G)
+        losses = mean_losses(values, self.group, torch.float64).to(self.losses.device)
+        return losses, mean_(G, self.group)
+
+    @staticmethod
+    def _add_sums(split: TaskLosses, groups: Sequence[Sequence[int]], factor: float, layout: Layout, G: Tensor) -> None:
+        """G[r] += factor * gradient of the sum of the losses in groups[r]."""
+        for r, group in enumerate(groups):
+            roots = tuple(root if i in group else None for i, root in enumerate(split.roots))
+            if all(root is None for root in roots):
+                continue
+            chosen = TaskLosses(split.names, split.values, roots)
+            weights = [factor] * len(split)
+            grads = combined_backward(chosen, weights, layout.params, retain_graph=r < len(groups) - 1)
+            for k, grad in enumerate(grads):
+                if grad is not None:
+                    layout.view(G[r], k).add_(grad.to_dense() if grad.is_sparse else grad)
+
+    @contextmanager
+    def at_theta(self) -> Iterator[None]:
+        """Context in which the parameters stand at theta; afterwards they are back where they were."""
+        with torch.no_grad():
+            here = [p.detach().clone() for p in self.params]
+        self.reset()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in zip(self.params, here, strict=True):
+                    p.copy_(value)
+
+    @contextmanager
+    def at(self, delta: Tensor) -> Iterator[None]:
+        self.place(delta)
+        try:
+            yield
+        finally:
+            self.reset()
+
+    def place(self, delta: Tensor) -> None:
+        """Put the parameters at theta + delta [m]."""
+        with torch.no_grad():
+            for p, start, change in zip(self.params, self.theta, self.layout.views(delta), strict=True):
+                p.copy_(start + change.to(start.dtype) if start.dtype.itemsize >= 4 else start.float() + change)
+
+    def reset(self) -> None:
+        """Give the parameters their bits back."""
+        with torch.no_grad():
+            for p, start in zip(self.params, self.theta, strict=True):
+                p.copy_(start)

@@ -1,0 +1,195 @@
+"""The teleport as a transaction: propose, verify, accept, or put every bit back.
+
+One for all teleporters, so that none of them can be less careful than another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cost_mtl.base import Acceptance, Move, Teleporter, TeleportReport
+from cost_mtl.evaluation import Evaluation
+from cost_mtl.gradients import cosines, gramian, norms
+from cost_mtl.parallel import broadcast_
+from cost_mtl.teleport import objective as ob
+from cost_mtl.teleport.problem import Problem
+from cost_mtl.teleport.snapshot import Structure
+
+REPEATABLE = 1e-3
+"""Largest relative difference of a loss between two evaluations at one theta under the same random streams."""
+
+HALVINGS = 2
+"""How often a move whose held-out drift is too large is halved before it is given up."""
+
+
+class UnrepeatableClosureError(RuntimeError):
+    """The closure gives other losses when called again at the same parameters, so no teleport can be verified."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an attempt.
+
+    Attributes:
+        report: without sigma.
+        evaluation: losses and gradients at the new point if accepted, else None.
+        gramian: M [K, K] at the new point, likewise.
+        delta: the applied move [m], likewise.
+    """
+
+    report: TeleportReport
+    evaluation: Evaluation | None = None
+    gramian: Tensor | None = None
+    delta: Tensor | None = None
+
+
+@dataclass
+class _Candidate:
+    """The last point looked at."""
+
+    losses: Tensor | None = None
+    evaluation: Evaluation | None = None
+    M: Tensor | None = None
+    drift: float | None = None
+    heldout: float | None = None
+    scale: float = 1.0
+
+
+def attempt(problem: Problem, teleporter: Teleporter, out: Tensor | None = None) -> Outcome:
+    """Try one teleport. If it is accepted the parameters stand at the new point, else every bit is what it was.
+
+    The caller puts random streams and buffers back.
+
+    Args:
+        out: buffer [K, m] for the task gradients at the new point; not the one that ``problem.gradients`` is in.
+
+    Raises:
+        UnrepeatableClosureError: see there.
+        Exception: whatever the closure or the teleporter raises, after everything was put back.
+    """
+    began = time.perf_counter()
+    structure = Structure.capture([problem.model], [*problem.params, *problem.own])
+    accepted = False
+    try:
+        _require_repeatable(problem)
+        try:
+            move = _checked(teleporter.propose(problem), problem)
+        finally:
+            structure.restore()
+            problem.reset()
+        delta = broadcast_(move.delta.to(problem.layout.device, problem.layout.dtype), problem.group)
+        candidate, reason = _verify(problem, move, delta, out)
+        accepted = not reason
+    finally:
+        if not accepted:
+            problem.reset()
+        structure.restore()
+    report = _report(problem, move, candidate, reason, delta, time.perf_counter() - began)
+    if not accepted:
+        return Outcome(report)
+    return Outcome(report, candidate.evaluation, candidate.M, delta * candidate.scale)
+
+
+def _require_repeatable(problem: Problem) -> None:
+    again = problem.evaluate(0)
+    change = ob.relative_change(problem.losses, again)
+    if not change <= REPEATABLE:
+        raise UnrepeatableClosureError(
+            "closure: expected the same losses when it is called again at the same parameters under the same random "
+            f"streams, got a relative change of {change:.1e}. Does it draw a batch of its own, or use a generator of "
+            "its own? Hand the batch to step(closure, *batch) instead."
+        )
+
+
+def _checked(move: Move, problem: Problem) -> Move:
+    if move.delta.shape != (problem.layout.numel,):
+        raise ValueError(f"delta: expected shape [{problem.layout.numel}], got {list(move.delta.shape)}")
+    return move
+
+
+def _verify(problem: Problem, move: Move, delta: Tensor, out: Tensor | None) -> tuple[_Candidate, str]:
+    """Look at delta, delta / 2, ...; the last candidate, with why it is rejected ("" if it is not)."""
+    rule, candidate = move.acceptance, _Candidate()
+    if not bool(torch.isfinite(delta).all()):
+        return candidate, "the proposed move is not finite"
+    if not bool((delta != 0).any()):
+        return candidate, "; ".join(("the teleporter found no move", *move.notes))
+    heldout = max(move.used) + 1
+    reason = ""
+    for halving in range(HALVINGS + 1):
+        candidate = _Candidate(scale=0.5**halving)
+        problem.place(delta * candidate.scale)
+        reason = _losses_kept(problem, move, candidate, heldout if heldout < problem.batches else None)
+        if not reason:
+            break
+    return candidate, reason or _promise_kept(problem, move, candidate, rule, out)
+
+
+def _losses_kept(problem: Problem, move: Move, candidate: _Candidate, heldout: int | None) -> str:
+    rule, drifts = move.acceptance, []
+    references = {b: problem.reference(b) for b in (*move.used, *(() if heldout is None else (heldout,)))}
+    for batch in move.used:
+        losses = problem.evaluate(batch)
+        if batch == 0:
+            candidate.losses = losses
+        drifts.append(ob.relative_change(references[batch], losses))
+    candidate.drift = max(drifts)
+    if not candidate.drift <= rule.tolerance:
+        return f"a loss drifted by {candidate.drift:.2%}, more than the tolerance of {rule.tolerance:.2%}"
+    if heldout is not None:
+        candidate.heldout = ob.relative_change(references[heldout], problem.evaluate(heldout))
+        if not candidate.heldout <= rule.tolerance_heldout:
+            return (f"a loss drifted by {candidate.heldout:.2%} on a batch the move was not fitted on, more than the "
+                    f"tolerance of {rule.tolerance_heldout:.2%}")  # fmt: skip
+    return ""
+
+
+def _promise_kept(problem: Problem, move: Move, candidate: _Candidate, rule: Acceptance, out: Tensor | None) -> str:
+    candidate.evaluation = problem.measure(out)
+    candidate.M = gramian(candidate.evaluation.gradients.matrix, dtype=torch.float64)
+    if not bool(torch.isfinite(candidate.M).all()):
+        return "the gradients at the new point are not finite"
+    if move.objective == "none":
+        return ""
+    gain = ob.gain(move.objective, problem.gramian, candidate.M)
+    least = rule.min_cosine if move.objective == "conflict" else rule.min_norm
+    what = "the smallest cosine rose by" if move.objective == "conflict" else "the balanced gradient norm rose by"
+    return "" if gain >= least else f"{what} {gain:+.3f}, less than the required {least:.3f}"
+
+
+def _report(
+    problem: Problem, move: Move, candidate: _Candidate, reason: str, delta: Tensor, seconds: float
+) -> TeleportReport:
+    before, after = problem.gramian, candidate.M
+    theta = sum(float(t.double().square().sum()) for t in problem.theta) ** 0.5
+    return TeleportReport(
+        accepted=not reason,
+        reason=reason or f"every loss kept, {move.objective} objective improved",
+        losses_before=problem.losses,
+        losses_after=candidate.losses,
+        norms_before=norms(before),
+        norms_after=None if after is None else norms(after),
+        cosines_before=cosines(before),
+        cosines_after=None if after is None else cosines(after),
+        drift=candidate.drift,
+        drift_heldout=candidate.heldout,
+        sigma=None,
+        inner_steps=move.inner_steps,
+        closure_calls=problem.calls,
+        seconds=seconds,
+        skipped_layers=dict(move.skipped_layers),
+        objective=move.objective,
+        length=float(delta.double().norm()) * candidate.scale / theta if theta else 0.0,
+        notes=tuple(move.notes),
+    )
+
+
+def rejected(problem: Problem, reason: str, *, skipped_layers: Mapping[str, str] | None = None) -> TeleportReport:
+    """The report of an attempt that ended before there was a move."""
+    move = Move(torch.zeros(()), "none", inner_steps=0, skipped_layers=skipped_layers or {})
+    return _report(problem, move, _Candidate(), reason, torch.zeros(1), 0.0)
