@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 __all__ = ["VOID", "dense_losses", "depth_loss", "depth_mask", "normal_loss", "normal_mask", "segmentation_loss"]
 
@@ -35,7 +35,7 @@ def normal_mask(target: Tensor, *, faithful: bool = False) -> Tensor:
 
 def segmentation_loss(log_probs: Tensor, target: Tensor) -> Tensor:
     """Mean negative log-likelihood of log-probabilities [B, C, H, W] over the pixels of [B, H, W] that are not void."""
-    total = F.nll_loss(log_probs, target, ignore_index=VOID, reduction="sum")
+    total = functional.nll_loss(log_probs, target, ignore_index=VOID, reduction="sum")
     return total / (target != VOID).sum().clamp(min=1)
 
 

@@ -103,7 +103,7 @@ class NormalErrors:
         self._angles.append(torch.rad2deg(torch.acos(cosine)).float().cpu())
 
     def compute(self) -> dict[str, float]:
-        """``normal_mean``, ``normal_median`` in degrees and the shares ``within_*`` in per cent; NaN without a pixel."""
+        """``normal_mean``, ``normal_median`` in degrees, the shares ``within_*`` in per cent; NaN without pixels."""
         if self.faithful:
             rows = [_angle_statistics(angles) for angles in self._angles]
             return {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]} if rows else _angle_statistics()

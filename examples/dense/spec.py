@@ -5,28 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CITYSCAPES", "NYUV2", "DenseSpec", "Metric", "cityscapes_spec"]
+from dense.engine.problem import Metric
+
+__all__ = ["CITYSCAPES", "NYUV2", "DenseSpec", "cityscapes_spec"]
 
 Task = Literal["segmentation", "depth", "normal"]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One column of a table.
-
-    Attributes:
-        name: key in the results and column of the files in ``published/`` (without the arrow suffix).
-        label: column head.
-        higher_is_better: the sign in Delta m.
-        digits: decimals printed in the papers' tables.
-        task: the task it measures; single-task baselines fill only their own columns.
-    """
-
-    name: str
-    label: str
-    higher_is_better: bool
-    digits: int
-    task: str
 
 
 _SEGMENTATION = (
@@ -120,7 +103,7 @@ def cityscapes_spec(classes: int = 7) -> DenseSpec:
         tasks=("segmentation", "depth"),
         label_folders=(f"label_{classes}", "label") if classes == 7 else (f"label_{classes}",),
         disparity=True,
-            counts=(2975, 500),
+        counts=(2975, 500),
         metrics=(*_SEGMENTATION, *_depth(2)),
         class_names=_CITYSCAPES_NAMES[classes],
     )

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 __all__ = ["SCALES", "View", "apply_view", "draw_view", "flip", "zoom"]
 
@@ -91,11 +91,11 @@ def flip(sample: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _nearest(value: Tensor, size: tuple[int, int]) -> Tensor:
-    return F.interpolate(value[None], size, mode="nearest")[0]
+    return functional.interpolate(value[None], size, mode="nearest")[0]
 
 
 def _bilinear(value: Tensor, size: tuple[int, int]) -> Tensor:
-    return F.interpolate(value[None], size, mode="bilinear", align_corners=True)[0]
+    return functional.interpolate(value[None], size, mode="bilinear", align_corners=True)[0]
 
 
 def _resize_normals(normal: Tensor, size: tuple[int, int]) -> Tensor:
@@ -105,4 +105,4 @@ def _resize_normals(normal: Tensor, size: tuple[int, int]) -> Tensor:
     direction = _bilinear(normal, size)
     # Opposite neighbours can cancel out: such a pixel has no direction and is invalid too.
     kept = (weight >= 0.5) & (direction.norm(dim=0, keepdim=True) > 1e-3)
-    return torch.where(kept, F.normalize(direction, dim=0), torch.zeros_like(direction))
+    return torch.where(kept, functional.normalize(direction, dim=0), torch.zeros_like(direction))

@@ -51,9 +51,7 @@ class DenseDataset(Dataset[dict[str, Tensor]]):
             return sample
         rng = np.random.default_rng([self.seed, epoch, position])
         height, width = sample["image"].shape[-2:]
-        return apply_view(
-            sample, draw_view(height, width, rng), disparity=self.spec.disparity, faithful=self.faithful
-        )
+        return apply_view(sample, draw_view(height, width, rng), disparity=self.spec.disparity, faithful=self.faithful)
 
     def _load(self, field: str, index: int) -> Tensor:
         path = self.split.path(field, index)

@@ -60,7 +60,9 @@ def _on_the_wall(rng: np.random.Generator, left: float, right: float, back: floa
         label, colour = kinds[rng.integers(3)]
         x = left + (right - left) * (slot + 0.5) / 3
         half = (float(rng.uniform(0.3, 0.5)), float(rng.uniform(0.25, 0.4)), 0.03)
-        items.append(Item(Box((float(x), float(rng.uniform(-0.6, -0.2)), back - 0.03), half), label, _tint(rng, colour)))
+        items.append(
+            Item(Box((float(x), float(rng.uniform(-0.6, -0.2)), back - 0.03), half), label, _tint(rng, colour))
+        )
     return items
 
 

@@ -25,7 +25,8 @@ from dense.spec import DenseSpec
 __all__ = ["DISPARITY_CAMERA", "Rendering", "SyntheticSettings", "render_scene", "write_synthetic"]
 
 DISPARITY_CAMERA = 0.22 * 2262.0
-"""Baseline (m) times focal length (px) of CityScapes' stereo rig; its disparity in px, over 256, is what MTAN stores."""
+"""Baseline (m) times focal length (px) of CityScapes' stereo rig; MTAN stores the
+disparity in px, over 256."""
 _MANIFEST = "synthetic.json"
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dense.models.segnet import FILTERS, Features, Trunk, conv_block, finish, initialise, make_heads
 
@@ -71,8 +71,8 @@ class SegNetMTAN(nn.Module):
         for stage, (mask, carry) in enumerate(zip(masks.encoder, self.encoder_carry, strict=True)):
             entry = features["encoder_entry"][stage]
             seen = entry if x is None else torch.cat((entry, x), dim=1)
-            x = F.max_pool2d(carry(mask(seen) * features["encoder_body"][stage]), 2)
+            x = functional.max_pool2d(carry(mask(seen) * features["encoder_body"][stage]), 2)
         for step, (mask, carry) in enumerate(zip(masks.decoder, self.decoder_carry, strict=True)):
-            x = carry(F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True))
+            x = carry(functional.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True))
             x = mask(torch.cat((features["upsampled"][step], x), dim=1)) * features["decoder_body"][step]
         return x

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dense.spec import DenseSpec
 
-__all__ = ["FILTERS", "Features", "SegNet", "Trunk", "conv_block", "finish", "head_channels", "initialise", "make_heads"]
+__all__ = [
+    "FILTERS",
+    "Features",
+    "SegNet",
+    "Trunk",
+    "conv_block",
+    "finish",
+    "head_channels",
+    "initialise",
+    "make_heads",
+]
 
 FILTERS = (64, 128, 256, 512, 512)
 """Channels of the five stages in every published run."""
@@ -41,8 +51,8 @@ def make_heads(channels: Mapping[str, int], inputs: int) -> nn.ModuleDict:
 def finish(task: str, raw: Tensor) -> Tensor:
     """Log-probabilities for the segmentation, unit vectors for the normals, the value itself for the depth."""
     if task == "segmentation":
-        return F.log_softmax(raw, dim=1)
-    return F.normalize(raw, dim=1) if task == "normal" else raw
+        return functional.log_softmax(raw, dim=1)
+    return functional.normalize(raw, dim=1) if task == "normal" else raw
 
 
 def initialise(module: nn.Module) -> None:
