@@ -169,7 +169,7 @@ def plot_training(path: Path, title: str, runs: Sequence[Curves], tasks: Sequenc
 
 
 def _draw_mean_losses(axis: Any, runs: Sequence[Curves], loss_name: str) -> None:
-    """The geometric mean over the tasks, in which each counts alike; mean over the seeds of a row, the band spans them."""
+    """The geometric mean over the tasks, in which each counts alike: the rows' means, and bands that span the seeds."""
     labels = list(dict.fromkeys(run.label for run in runs))
     methods = list(dict.fromkeys(label.removesuffix(" + COST") for label in labels))
     for label in labels:
