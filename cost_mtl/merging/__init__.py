@@ -6,23 +6,45 @@
 - :func:`merge_checkpoint`, and the command ``cost-mtl merge``: checkpoints on disk.
 """
 
+from cost_mtl.merging.anisotropic import AnisotropicScaling
 from cost_mtl.merging.arithmetic import ScaleSearch, search_scale, task_analogy, task_arithmetic
+from cost_mtl.merging.basis import TaskVectorBasis
 from cost_mtl.merging.checkpoint import CheckpointSource
+from cost_mtl.merging.dvbasi import DVBASI, DVBASIResult, Iteration
 from cost_mtl.merging.files import merge_checkpoint, open_vectors
+from cost_mtl.merging.fitting import FitReport, FitSettings, Loss, fit
+from cost_mtl.merging.losses import entropy, negation_loss
+from cost_mtl.merging.merged_model import MergedModel
+from cost_mtl.merging.rank_pruning import RankPruning
+from cost_mtl.merging.source import Model
 from cost_mtl.merging.sparsify import breadcrumbs, dare
 from cost_mtl.merging.statistics import recalibrate_batchnorm
 from cost_mtl.merging.task_vector import TaskVector, combine, gram
-from cost_mtl.merging.ties import ties
+from cost_mtl.merging.ties_merge import ties
 
 __all__ = [
+    "DVBASI",
+    "AnisotropicScaling",
     "CheckpointSource",
+    "DVBASIResult",
+    "FitReport",
+    "FitSettings",
+    "Iteration",
+    "Loss",
+    "MergedModel",
+    "Model",
+    "RankPruning",
     "ScaleSearch",
     "TaskVector",
+    "TaskVectorBasis",
     "breadcrumbs",
     "combine",
     "dare",
+    "entropy",
+    "fit",
     "gram",
     "merge_checkpoint",
+    "negation_loss",
     "open_vectors",
     "recalibrate_batchnorm",
     "search_scale",

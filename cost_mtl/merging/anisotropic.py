@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from cost_mtl.merging.blocks import compute_dtype
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.merged_model import MergedModel
 from cost_mtl.merging.task_vector import TaskVector
@@ -63,22 +62,11 @@ class AnisotropicScaling(MergedModel):
         self._taus = {block: self._stacked(block, vectors) for block in self.blocks}
         self._digests = [vector.base_digests for vector in vectors]
 
-    def _stacked(self, block: str, vectors: Sequence[TaskVector]) -> tuple[list[int], Tensor]:
-        """The vectors that have the block, and their values [number of these, n], one row each."""
-        base = self._base[block]
-        rows = [t for t, vector in enumerate(vectors) if block in vector.blocks]
-        taus = [vectors[t].blocks[block] for t in rows]
-        for tau in taus:
-            if tau.shape != base.shape:
-                raise ValueError(f"{block!r}: shape {list(base.shape)} in the model, {list(tau.shape)} in a vector")
-        dtype = compute_dtype(base.dtype, *(tau.dtype for tau in taus))
-        return rows, torch.stack([tau.to(base.device, dtype).reshape(-1) for tau in taus])
-
     def change(self, block: str) -> Tensor:
         """Σ_t Λ_t τ_t of one block."""
         rows, taus = self._taus[block]
-        weights = self.coefficients[rows, self._column[block]].to(taus)
-        return (weights @ taus).view(self._base[block].shape)
+        change: Tensor = torch.tensordot(self.coefficients[rows, self._column[block]].to(taus), taus, dims=1)
+        return change
 
     def merged_block(self, block: str) -> Tensor:
         change = self.change(block)

@@ -23,7 +23,7 @@ from cost_mtl.merging.files import merge_checkpoint, open_vectors
 from cost_mtl.merging.report import format_report, merge_report
 from cost_mtl.merging.sparsify import breadcrumbs, dare
 from cost_mtl.merging.task_vector import TaskVector, combine
-from cost_mtl.merging.ties import ties
+from cost_mtl.merging.ties_merge import ties
 
 __all__ = ["main"]
 

@@ -17,15 +17,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from cost_mtl.merging.anisotropic import AnisotropicScaling
-from cost_mtl.merging.directions import difference_directions, history_directions, random_matched_directions
-from cost_mtl.merging.fit import FitReport, FitSettings, Loss
+from cost_mtl.merging.directions import difference_direction, history_directions, random_matched_direction
+from cost_mtl.merging.fitting import FitReport, FitSettings, Loss
 from cost_mtl.merging.merged_model import MergedModel
 from cost_mtl.merging.source import Model
 from cost_mtl.merging.task_vector import TaskVector
@@ -102,7 +102,7 @@ class DVBASI:
     iterations: int = 4
     direction: Direction = "difference"
     init: float = 0.1
-    fit: FitSettings = FitSettings()
+    fit: FitSettings = field(default_factory=FitSettings)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -150,8 +150,8 @@ class DVBASI:
         done: list[Iteration] = []
         stopped = "budget"
         for number in range(1, self.iterations + 1):
-            iteration, moved = self._iterate(number, point, self._directions(number, pretrained, point, earlier, exclude),
-                                             loss, train, held_out, selection)
+            directions = self._directions(number, pretrained, point, earlier, exclude)
+            iteration, moved = self._iterate(number, point, directions, loss, train, held_out, selection)
             done.append(iteration)
             if on_iteration is not None:
                 on_iteration(iteration, moved)
@@ -159,7 +159,8 @@ class DVBASI:
                 stopped = "stagnated"
                 break
             if iteration.moved:
-                earlier.append(point)
+                if self.direction == "history":
+                    earlier.append(point)
                 point = moved
         return DVBASIResult(point, tuple(done), stopped)
 
@@ -168,11 +169,11 @@ class DVBASI:
     ) -> list[TaskVector]:
         with warnings.catch_warnings():  # buffers differ from the pre-trained model's, and stay the start's
             warnings.simplefilter("ignore", UserWarning)
-            delta = difference_directions(pretrained, point, exclude)
+            delta = difference_direction(pretrained, point, exclude)
             if self.direction == "history":
                 return history_directions(delta, earlier, point, exclude)
             if self.direction == "random_matched":
-                return random_matched_directions(delta, self.seed, number)
+                return [random_matched_direction(delta, self.seed, number)]
             return [delta]
 
     def _iterate(
@@ -191,4 +192,6 @@ class DVBASI:
         scaling = AnisotropicScaling(point, directions, init=init)
         report = scaling.fit(loss, train, held_out, selection=selection, settings=self.fit)
         coefficients = scaling.coefficients.detach().clone()
-        return Iteration(number, coefficients, scaling.blocks, before, report.best, report), scaling.merged_model()
+        # The last starting point is λ = 0, the point itself.
+        iteration = Iteration(number, coefficients, scaling.blocks, report.starts[-1], report.best, report)
+        return iteration, scaling.merged_model()

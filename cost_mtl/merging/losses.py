@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cost_mtl.merging.fit import Loss
+from cost_mtl.merging.fitting import Loss
 
 __all__ = ["entropy", "negation_loss"]
 

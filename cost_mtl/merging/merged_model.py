@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cost_mtl.merging.blocks import compute_dtype
+from cost_mtl.merging.fitting import FitReport, FitSettings, Loss, fit
 from cost_mtl.merging.task_vector import TaskVector
 
 __all__ = ["MergedModel"]
@@ -55,6 +57,17 @@ class MergedModel(nn.Module, ABC):
         self._names = {block: first_name[block] for block in self.blocks}
         self._cached: dict[str, Tensor] | None = None
 
+    def _stacked(self, block: str, vectors: Sequence[TaskVector]) -> tuple[list[int], Tensor]:
+        """The n vectors that have the block, and their values [n, *shape] in the dtype to compute in."""
+        base = self._base[block]
+        rows = [t for t, vector in enumerate(vectors) if block in vector.blocks]
+        taus = [vectors[t].blocks[block] for t in rows]
+        for tau in taus:
+            if tau.shape != base.shape:
+                raise ValueError(f"{block!r}: shape {list(base.shape)} in the model, {list(tau.shape)} in a vector")
+        dtype = compute_dtype(base.dtype, *(tau.dtype for tau in taus))
+        return rows, torch.stack([tau.to(base.device, dtype) for tau in taus])
+
     @abstractmethod
     def merged_block(self, block: str) -> Tensor:
         """θ(c) of one block, in float32 or wider, with its graph to the coefficients."""
@@ -62,6 +75,19 @@ class MergedModel(nn.Module, ABC):
     def starting_points(self) -> list[list[Tensor]]:
         """Coefficients that :func:`fit` evaluates before training, its best candidate never being worse than these."""
         return [[parameter.detach().clone() for parameter in self.parameters()]]
+
+    def fit(
+        self,
+        loss: Loss,
+        train: Iterable[Any],
+        held_out: Iterable[Any] | None = None,
+        *,
+        selection: Callable[[MergedModel], float] | None = None,
+        settings: FitSettings | None = None,
+        on_epoch: Callable[[int, float], None] | None = None,
+    ) -> FitReport:
+        """Trains the coefficients: see :func:`cost_mtl.merging.fit`."""
+        return fit(self, loss, train, held_out, selection=selection, settings=settings, on_epoch=on_epoch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output at θ(c). Buffers are the model's own: call it in eval mode to leave them alone."""

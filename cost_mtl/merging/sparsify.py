@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cost_mtl.merging.task_vector import TaskVector
-from cost_mtl.merging.ties import check_density
+from cost_mtl.merging.ties_merge import check_density
 
 __all__ = ["breadcrumbs", "dare"]
 

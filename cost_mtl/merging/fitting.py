@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,9 @@ class FitSettings:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: expected a positive number or None, got {self.clip}")
         if min(self.l1, self.l2, self.weight_decay) < 0:
-            raise ValueError(f"l1, l2, weight_decay: expected at least 0, got {self.l1}, {self.l2}, {self.weight_decay}")
+            raise ValueError(
+                f"l1, l2, weight_decay: expected at least 0, got {self.l1}, {self.l2}, {self.weight_decay}"
+            )
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class FitReport:
     """How a fit went.
 
     Attributes:
-        start: selection value of the coefficients that the fit started from.
+        starts: selection values of the starting points: of the coefficients that training started from, then of the
+            other candidates (for anisotropic scaling: all zero).
         best: the smallest selection value seen; the model's coefficients are those that gave it.
         best_epoch: the epoch that it was seen after; 0: before training, so that nothing was gained.
         train: mean training loss of each epoch.
@@ -69,7 +72,7 @@ class FitReport:
         stopped: "patience", "budget", or "non_finite" (the loss was NaN or infinite: with a warning).
     """
 
-    start: float
+    starts: tuple[float, ...]
     best: float
     best_epoch: int
     train: tuple[float, ...]
@@ -119,7 +122,7 @@ def fit(
     evaluate = _selection(merged, loss, held_out, selection)
     parameters = list(merged.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
-    start, best, best_point = _best_start(merged, parameters, evaluate)
+    starts, best, best_point = _best_start(merged, parameters, evaluate)
     best_epoch, stopped = 0, "budget"
     train_losses: list[float] = []
     values: list[float] = []
@@ -129,7 +132,9 @@ def fit(
         if on_epoch is not None:
             on_epoch(epoch, values[-1])
         if not (math.isfinite(train_losses[-1]) and math.isfinite(values[-1])):
-            warnings.warn(f"the loss is not finite in epoch {epoch}: the best coefficients so far are kept", stacklevel=2)
+            warnings.warn(
+                f"the loss is not finite in epoch {epoch}: the best coefficients so far are kept", stacklevel=2
+            )
             stopped = "non_finite"
             break
         if values[-1] < best:
@@ -138,7 +143,7 @@ def fit(
             stopped = "patience"
             break
     _put(parameters, best_point)
-    return FitReport(start, best, best_epoch, tuple(train_losses), tuple(values), stopped)
+    return FitReport(starts, best, best_epoch, tuple(train_losses), tuple(values), stopped)
 
 
 def _selection(
@@ -164,9 +169,9 @@ def _selection(
 
 
 def _best_start(
-    merged: MergedModel, parameters: list[Tensor], evaluate: Callable[[], float]
-) -> tuple[float, float, list[Tensor]]:
-    """Selection value of the given coefficients, and the best of all starting points; the former stay in place."""
+    merged: MergedModel, parameters: Sequence[Tensor], evaluate: Callable[[], float]
+) -> tuple[tuple[float, ...], float, list[Tensor]]:
+    """Selection values of the starting points, and the best of these; the coefficients stay where they were."""
     points = merged.starting_points()
     values = []
     for point in points:
@@ -176,12 +181,12 @@ def _best_start(
     if not math.isfinite(min(values)):
         raise ValueError(f"selection: expected a finite value before training, got {values}")
     best = values.index(min(values))
-    return values[0], values[best], points[best]
+    return tuple(values), values[best], points[best]
 
 
 def _train_epoch(
     merged: MergedModel,
-    parameters: list[Tensor],
+    parameters: Sequence[Tensor],
     optimizer: torch.optim.Optimizer,
     loss: Loss,
     train: Iterable[Any],
@@ -214,10 +219,12 @@ def _check_loss(value: Any) -> None:
         what = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"loss: expected a scalar tensor, got {what}")
     if not value.requires_grad:
-        raise ValueError("loss: it does not depend on the coefficients; call the model that is passed in, with its graph")
+        raise ValueError(
+            "loss: it does not depend on the coefficients; call the model that is passed in, with its graph"
+        )
 
 
-def _put(parameters: list[Tensor], point: list[Tensor]) -> None:
+def _put(parameters: Sequence[Tensor], point: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for parameter, value in zip(parameters, point, strict=True):
             parameter.copy_(value)
