@@ -248,8 +248,8 @@ class Acceptance:
 
     tolerance: float = 0.01
     tolerance_heldout: float = 0.05
-    min_cosine: float = 0.03
-    min_norm: float = 0.05
+    min_cosine: float = 0.005
+    min_norm: float = 0.005
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "tolerance_heldout"):
@@ -265,6 +265,8 @@ class Move:
         delta: [m], in the order of ``problem.params``, added in each parameter's own dtype.
         objective: what it was meant to improve, one of ``"conflict"`` (the smallest cosine with the mean gradient),
             ``"norm"`` (the balanced gradient norms) or ``"none"`` (a placebo: accepted on drift alone).
+        either: an improvement of the other objective will do as well (the objective was chosen for where the model
+            stands, not by the user).
         used: the batches that the move was fitted on; the transaction checks the drift on these and on one more.
         inner_steps: optimisation steps taken inside.
         skipped_layers: name -> why a layer of the shared part took no part.
@@ -274,6 +276,7 @@ class Move:
 
     delta: Tensor
     objective: str
+    either: bool = False
     used: tuple[int, ...] = (0,)
     inner_steps: int = 1
     skipped_layers: Mapping[str, str] = field(default_factory=dict)

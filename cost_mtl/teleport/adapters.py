@@ -62,6 +62,17 @@ class AdapterSpace:
             ):
                 v.copy_(start + change)
 
+    def length(self) -> float:
+        """||Delta theta||, from the adapters' own delta weights (float32) where the method is additive."""
+        squares = 0.0
+        for layer in self.layers:
+            wrapped = self.tuner.model.get_submodule(layer.name)
+            if not hasattr(wrapped, "get_delta_weight") or self.tuner.prefix in ("oft_", "boft_", "hra_"):
+                return float(torch.linalg.vector_norm(self.delta(), dtype=torch.float64))
+            with torch.no_grad():
+                squares += float(wrapped.get_delta_weight(ADAPTER).double().square().sum())
+        return float(squares**0.5)
+
     def delta(self) -> Tensor:
         """Merge, look, and take the merge back bit for bit."""
         params = self.problem.params

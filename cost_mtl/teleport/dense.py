@@ -54,6 +54,9 @@ class DenseSpace:
             ):
                 p.copy_(start + change)
 
+    def length(self) -> float:
+        return float(torch.linalg.vector_norm(self.delta(), dtype=torch.float64))
+
     def delta(self) -> Tensor:
         return self.layout.flatten(list(self.problem.params)) - self.theta
 
@@ -64,7 +67,7 @@ class DenseTeleporter:
 
     Args:
         objective: ``"auto"`` (default): the conflict objective, or the norm objective where the former has no
-            gradient (opposite or equal gradients); ``"conflict"``: the smallest cos(g_i, g_0); ``"norm"``: the
+            gradient (opposite or equal gradients) or leads nowhere; ``"conflict"``: the smallest cos(g_i, g_0); ``"norm"``: the
             balanced gradient norms.
         solver: settings of the level-set solver.
         acceptance: what the move has to keep and to gain.
@@ -77,10 +80,10 @@ class DenseTeleporter:
     acceptance: Acceptance = field(default_factory=Acceptance)
 
     def propose(self, problem: TeleportProblem, /) -> Move:
-        objective = ob.pick(problem.gramian) if self.objective == "auto" else self.objective
+        objectives = ob.order(self.objective, problem.gramian)
         space = DenseSpace(problem)
-        result = climb(problem, space, objective, self.acceptance.tolerance, self.solver)
+        result = climb(problem, space, objectives, self.acceptance, self.solver)
         return Move(
-            result.delta, objective, used=result.used, inner_steps=result.steps, notes=result.notes,
+            result.delta, result.objective, either=self.objective == "auto", used=result.used, notes=result.notes,
             acceptance=self.acceptance,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 from cost_mtl.base import Teleporter, TeleportReport, Trigger
 from cost_mtl.checkpoint import Progress
 from cost_mtl.gradients import combine, gramian
-from cost_mtl.teleport.lora import NoAdaptableLayerError
+from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
 from cost_mtl.teleport.problem import Problem
 from cost_mtl.teleport.transaction import Outcome, UnrepeatableClosureError, attempt, rejected
 from cost_mtl.trajectory import HTR, sigma_for
@@ -46,6 +46,8 @@ class TeleportDriver:
             )
         if self.on_teleport is not None and not callable(self.on_teleport):
             raise TypeError(f"on_teleport: expected a function of a TeleportReport, got {_kind(self.on_teleport)}")
+        if self.enabled and isinstance(self.teleporter, LoRATeleporter):
+            self.teleporter.prepare()
 
     @property
     def enabled(self) -> bool:

@@ -32,7 +32,7 @@ class LoRATeleporter:
             of the given rank. Its ``target_modules``, where given, choose among the shared layers; a layer on which
             the fresh adapter is not the identity is left out and reported.
         objective: ``"auto"`` (default): the conflict objective, or the norm objective where the former has no
-            gradient (opposite or equal gradients); ``"conflict"``: the smallest cos(g_i, g_0); ``"norm"``: the
+            gradient (opposite or equal gradients) or leads nowhere; ``"conflict"``: the smallest cos(g_i, g_0); ``"norm"``: the
             balanced gradient norms, the paper's aim.
         solver: settings of the level-set solver.
         acceptance: what the move has to keep and to gain.
@@ -60,6 +60,11 @@ class LoRATeleporter:
             values = {**vars(self.acceptance), "tolerance": self.tolerance}
             object.__setattr__(self, "acceptance", Acceptance(**values))
 
+    def prepare(self) -> None:
+        """Import PEFT (seconds, since it imports transformers). COST calls it when it is made, so that the first
+        teleport does not stall a training run."""
+        import peft  # noqa: F401
+
     def propose(self, problem: TeleportProblem, /) -> Move:
         config = self._config()
         layers, skipped = shared_layers([problem.model], problem.params)
@@ -76,10 +81,10 @@ class LoRATeleporter:
             return self._climb(problem, space, skipped)
 
     def _climb(self, problem: TeleportProblem, space: Any, skipped: dict[str, str]) -> Move:
-        objective = ob.pick(problem.gramian) if self.objective == "auto" else self.objective
-        result = climb(problem, space, objective, self.acceptance.tolerance, self.solver)
+        objectives = ob.order(self.objective, problem.gramian)
+        result = climb(problem, space, objectives, self.acceptance, self.solver)
         return Move(
-            result.delta, objective, used=result.used, inner_steps=result.steps, skipped_layers=skipped,
+            result.delta, result.objective, either=self.objective == "auto", used=result.used, skipped_layers=skipped,
             notes=result.notes, acceptance=self.acceptance,
         )  # fmt: skip
 

@@ -9,9 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cost_mtl.base import Acceptance
 from cost_mtl.gradients import cosines, gramian, norms
 
-DEGENERATE = 0.1
+MARGIN = 0.05
+"""Smallest cosine with the mean gradient that the conflict objective aims for."""
+
+AIM_NORM = 0.1
+"""Relative rise of the balanced gradient norms that the norm objective aims for."""
+
+DEGENERATE = 0.2
 """Sine of the angle between g_i and g_0 below which the conflict objective has (nearly) no gradient: at exactly
 opposite or exactly equal directions a cosine is at its extremum."""
 
@@ -31,12 +38,14 @@ def worst_task(M: Tensor) -> int:
     return int(torch.where(active, cosines(M), torch.inf).argmin())
 
 
-def pick(M: Tensor) -> str:
-    """``"conflict"`` where it has a usable gradient, else ``"norm"``."""
+def order(objective: str, M: Tensor) -> tuple[str, ...]:
+    """The objectives to try: ``"auto"`` is the conflict first where it has a usable gradient, else the norm first."""
+    if objective != "auto":
+        return (objective,)
     if len(M) == 1:
-        return "norm"
+        return ("norm",)
     c = float(cosines(M)[worst_task(M)])
-    return "conflict" if (1 - c * c) ** 0.5 >= DEGENERATE else "norm"
+    return ("conflict", "norm") if (1 - c * c) ** 0.5 >= DEGENERATE else ("norm", "conflict")
 
 
 def conflict_coefficients(M: Tensor) -> Tensor:
@@ -77,6 +86,20 @@ def gain(objective: str, before: Tensor, after: Tensor) -> float:
     R = balance(before)[active]
     ratios = norms(after)[active].log() - norms(before)[active].log()
     return float(((R * ratios).sum() / R.sum()).exp() - 1)
+
+
+def wanted_gain(objective: str, M: Tensor, rule: Acceptance) -> float:
+    """Rise of phi to aim for: the conflict resolved with a margin, or twice what acceptance asks for."""
+    if objective == "conflict":
+        return max(MARGIN - float(cosines(M)[worst_task(M)]), 2 * rule.min_cosine)
+    return AIM_NORM * float(balance(M).sum())
+
+
+def share_of_least(objective: str, rise: float, M: Tensor, rule: Acceptance) -> float:
+    """A rise of phi as a multiple of what acceptance asks for."""
+    if objective == "conflict":
+        return rise / rule.min_cosine
+    return rise / (rule.min_norm * float(balance(M).sum()))
 
 
 def group_rows(A: Tensor) -> list[tuple[Tensor, list[int]]]:

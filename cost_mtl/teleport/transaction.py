@@ -156,9 +156,15 @@ def _promise_kept(problem: Problem, move: Move, candidate: _Candidate, rule: Acc
         return "the gradients at the new point are not finite"
     if move.objective == "none":
         return ""
-    gain = ob.gain(move.objective, problem.gramian, candidate.M)
-    least = rule.min_cosine if move.objective == "conflict" else rule.min_norm
-    what = "the smallest cosine rose by" if move.objective == "conflict" else "the balanced gradient norm rose by"
+    others = [o for o in ("conflict", "norm") if move.either and o != move.objective]
+    reasons = [_gained(o, problem.gramian, candidate.M, rule) for o in (move.objective, *others)]
+    return "" if "" in reasons else "; ".join(reasons)
+
+
+def _gained(objective: str, before: Tensor, after: Tensor, rule: Acceptance) -> str:
+    gain = ob.gain(objective, before, after)
+    least = rule.min_cosine if objective == "conflict" else rule.min_norm
+    what = "the smallest cosine rose by" if objective == "conflict" else "the balanced gradient norm rose by"
     return "" if gain >= least else f"{what} {gain:+.3f}, less than the required {least:.3f}"
 
 
