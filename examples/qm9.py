@@ -198,12 +198,15 @@ def report(results: Sequence[Result], folder: Path, molecules: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 130 after a Ctrl-C, as the shell expects."""
     options = parse_arguments(arguments)
-    runs = plan(options)
+    try:
+        runs = plan(options)
+        load(runs[0].data, options.data_dir)  # here once, so that the processes find them in the cache
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
     folder = options.out / "smoke" if options.smoke else options.out
     print(
         f"{len(runs)} runs of {runs[0].epochs} epochs on {runs[0].data.molecules:,} molecules, {options.jobs} at a time"
     )
-    load(runs[0].data, options.data_dir)  # here once, so that the processes find them in the cache
     train = partial(execute, folders=(options.data_dir, folder / "runs"))
     outcome = run_all(runs, train, sum(run.epochs for run in runs), options.jobs)
     finished = [result for result in outcome.results if result is not None]

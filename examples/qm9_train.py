@@ -205,7 +205,11 @@ class SingleTaskLearner:
 
 
 def batches(count: int, size: int, seed: int, epoch: int) -> Iterator[Tensor]:
-    """Shuffled full batches of row numbers; keyed on (seed, epoch), so a resumed run sees the same ones."""
+    """Shuffled full batches of row numbers; keyed on (seed, epoch), so a resumed run sees the same ones.
+
+    With fewer rows than a batch has, all of them are the one batch.
+    """
+    size = min(size, count)
     order = torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(count))
     for start in range(0, count - size + 1, size):
         yield order[start : start + size]
@@ -262,7 +266,7 @@ def train(
     """
     count, width = data.train.inputs.shape
     kind = SingleTaskLearner if run.method == "stl" else MultiTaskLearner
-    learner: Learner = kind(run, width, count // run.batch)
+    learner: Learner = kind(run, width, max(1, count // run.batch))
     history = new_history()
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)

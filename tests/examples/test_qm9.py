@@ -74,6 +74,7 @@ def test_batches_visit_every_row_once_and_depend_on_seed_and_epoch() -> None:
     for other in ({"seed": 1, "epoch": 3}, {"seed": 0, "epoch": 4}):
         assert not torch.cat(list(qm9_train.batches(60, 20, **other))).equal(first)
     assert [len(rows) for rows in qm9_train.batches(59, 20, 0, 0)] == [20, 20]
+    assert [len(rows) for rows in qm9_train.batches(7, 20, 0, 0)] == [7]
 
 
 def test_stacked_single_task_networks_train_as_separate_ones_do(data: Data) -> None:
