@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, subtract
+from cost_mtl.merging.blocks import LazyBlocks, all_finite, compute_dtype, subtract
 from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, names_of
 
 __all__ = ["adapter_blocks", "is_adapter"]
@@ -181,7 +181,7 @@ def _delta(base: TensorSource, source: TensorSource, config: Any, key: str, part
                 "(another base, or a grouped convolution)"
             )
         delta = delta + product.reshape(weight.shape) * _scaling(config, part.module, a.shape[0])
-    if not torch.isfinite(delta).all():
+    if not all_finite(delta):
         raise ValueError(f"{label}: the adapter's ΔW is not finite")
     return delta
 

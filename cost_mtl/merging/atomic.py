@@ -52,6 +52,7 @@ def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield staging
         for file in staging.iterdir():
+            _readable(file, 0o666)
             _sync(file)
         _readable(staging, 0o777)
         _swap_in(staging, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from cost_mtl.merging.source import TensorInfo
 
-__all__ = ["LazyBlocks", "add_block", "compute_dtype", "dot", "shape_of", "subtract", "weighted_sum"]
+__all__ = ["LazyBlocks", "add_block", "all_finite", "compute_dtype", "dot", "shape_of", "subtract", "weighted_sum"]
 
 _CHUNK = 1 << 20
 """Elements converted to float64 at a time in :func:`dot`: 8 MiB."""
@@ -69,9 +70,10 @@ def subtract(finetuned: Tensor, base: Tensor, label: str) -> Tensor:
         ValueError: the difference is not finite; ``label`` says of what.
     """
     dtype = compute_dtype(finetuned.dtype, base.dtype)
-    tau = torch.sub(finetuned.to(base.device, dtype), base.to(dtype))
-    if not torch.isfinite(tau).all():
-        where = "the base" if not torch.isfinite(base).all() else "the fine-tuned model"
+    # In place, and the base widened element by element: one tensor more in memory, not three.
+    tau = finetuned.to(base.device, dtype, copy=True).sub_(base)
+    if not all_finite(tau):
+        where = "the fine-tuned model" if all_finite(base) else "the base"
         raise ValueError(f"{label}: the difference is not finite (NaN or infinity in {where}, or an overflow)")
     return tau
 
@@ -84,9 +86,10 @@ def add_block(base: Tensor, tau: Tensor, scale: float, label: str, dtype: torch.
     """
     if base.shape != tau.shape:
         raise ValueError(f"{label}: the base has shape {list(base.shape)}, the task vector {list(tau.shape)}")
-    wide = compute_dtype(base.dtype, tau.dtype)
-    result = torch.add(base.to(wide), tau.to(base.device, wide), alpha=scale).to(dtype or base.dtype)
-    if not torch.isfinite(result).all():
+    compute_dtype(base.dtype)
+    # torch computes in the wider of the two dtypes, which is a vector's.
+    result = torch.add(base, tau.to(base.device), alpha=scale).to(dtype or base.dtype)
+    if not all_finite(result):
         raise ValueError(f"{label}: the merged weights are not finite in {result.dtype} (scale {scale:g})")
     return result
 
@@ -106,12 +109,21 @@ def weighted_sum(terms: Iterable[tuple[float, Tensor]], infos: Sequence[TensorIn
     total: Tensor | None = None
     for weight, tensor in terms:
         if total is None:
-            total = tensor.to(dtype) * weight
+            total = tensor.to(dtype, copy=True).mul_(weight)
         else:
-            total.add_(tensor.to(total.device, dtype), alpha=weight)
+            total.add_(tensor.to(total.device), alpha=weight)
+        del tensor  # or it would be kept while the next one is computed
     if total is None:
         raise ValueError(f"{label}: expected at least one task vector, got none")
     return total
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether there is neither NaN nor infinity; without the copies that ``isfinite`` makes."""
+    if tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(_as_real(tensor))  # NaN if there is one
+    return math.isfinite(float(low)) and math.isfinite(float(high))
 
 
 def dot(a: Tensor, b: Tensor) -> float:

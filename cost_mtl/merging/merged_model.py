@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cost_mtl.merging.blocks import compute_dtype
+from cost_mtl.merging.blocks import all_finite, compute_dtype
 from cost_mtl.merging.fitting import FitReport, FitSettings, Loss, fit
 from cost_mtl.merging.task_vector import TaskVector
 
@@ -136,7 +136,7 @@ class MergedModel(nn.Module, ABC):
         model = copy.deepcopy(self._model[0])
         parameters = dict(model.named_parameters())
         for block, value in self._merged().items():
-            if not torch.isfinite(value).all():
+            if not all_finite(value):
                 raise ValueError(f"{block!r}: the merged weights are not finite in {value.dtype}")
             parameters[self._names[block]].copy_(value)
         return model

@@ -1,0 +1,85 @@
+"""What a merge on disk holds in memory, and what importing the package costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+SHARDS, BLOCKS, SIDE = 4, 16, 768
+SHARD_BYTES = BLOCKS * SIDE * SIDE * 2  # bfloat16: 18 MiB
+
+MEASURE = """
+import sys
+import torch, safetensors.torch
+from cost_mtl.merging.cli import main
+
+def read(field):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak starts anew
+before = read("VmRSS")
+code = main(sys.argv[1:])
+print(read("VmHWM") - before)
+sys.exit(code)
+"""
+
+
+def run(*argv):
+    return subprocess.run([sys.executable, "-c", *argv], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is read from /proc")
+def test_a_merge_holds_no_more_than_two_shards(tmp_path):
+    """Four models of four shards: 288 MiB on disk, 36 MiB allowed in memory."""
+    for name in ("base", "a", "b", "c"):
+        folder = tmp_path / name
+        folder.mkdir()
+        weight_map = {}
+        for number in range(SHARDS):
+            filename = f"model-{number + 1:05d}-of-{SHARDS:05d}.safetensors"
+            tensors = {f"s{number}.b{i}": torch.randn(SIDE, SIDE).bfloat16() for i in range(BLOCKS)}
+            save_file(tensors, folder / filename, {"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, filename)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    argv = ["merge", "--base", str(tmp_path / "base"), "--out", str(tmp_path / "out"), "--models"]
+    # The small merge first: it loads the libraries that the method needs.
+    small = {"x": torch.ones(2)}
+    save_file(small, tmp_path / "small.safetensors")
+    warm = ["merge", "--base", str(tmp_path / "small.safetensors"), "--models", str(tmp_path / "small.safetensors")]
+    warm += ["--out", str(tmp_path / "warm.safetensors")]
+    script = MEASURE.replace(
+        'with open("/proc/self/clear_refs"', f'main({warm!r})\nwith open("/proc/self/clear_refs"', 1
+    )
+    peak = int(run(script, *argv, *(str(tmp_path / name) for name in "abc")))
+    assert SHARD_BYTES / 2 < peak < 2 * SHARD_BYTES
+
+
+def test_importing_loads_nothing_heavy():
+    heavy = ("peft", "transformers", "matplotlib")
+    names = "sorted({name.split('.')[0] for name in sys.modules})"
+    loaded = run(f"import sys, cost_mtl.merging, cost_mtl.merging.cli; print(*{names})").split()
+    assert "torch" in loaded
+    assert not set(heavy) & set(loaded)
+
+
+def test_the_source_imports_nothing_else_of_the_project():
+    import ast
+    from pathlib import Path
+
+    import cost_mtl.merging
+
+    for file in Path(cost_mtl.merging.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert not name.startswith("cost_mtl") or name.startswith(("cost_mtl.merging", "cost_mtl._version")), (
+                    file
+                )
