@@ -358,12 +358,12 @@ class StepReport:
 
     losses: Tensor
     names: tuple[str, ...]
-    gramian: Tensor | None
     weights: Tensor
-    cosines: Tensor | None
-    norms: Tensor | None
-    conflict: bool | None
-    teleport: TeleportReport | None
-    solver: SolverReport | None
+    gramian: Tensor | None = None
+    cosines: Tensor | None = None
+    norms: Tensor | None = None
+    conflict: bool | None = None
+    teleport: TeleportReport | None = None
+    solver: SolverReport | None = None
     skipped: bool = False
     skipped_total: int = 0

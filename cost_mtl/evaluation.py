@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
 from cost_mtl.losses import TaskLosses, refuse_reentrant_checkpoints, split_losses
 from cost_mtl.parallel import mean_, mean_own, union, without_reducer
 
-Thunk = Callable[[], Any]
+Thunk = partial[Any]
 """A closure whose batch is bound."""
 
 
@@ -26,12 +27,35 @@ class Evaluation:
         losses: detached losses [K], mean over micro-batches and processes.
         layout: columns of G; empty with one task.
         gradients: G [K, m] and the gradients of the other parameters, likewise averaged.
+        weights: None; or, from :func:`measure_combined`, the weights [K] that the gradients were combined with: G then
+            has one row, and the other parameters' gradients count as task 0's.
     """
 
     names: tuple[str, ...]
     losses: Tensor
     layout: Layout
     gradients: TaskGradients
+    weights: Tensor | None = None
+
+
+def bind(closure: Any, batch: tuple[Any, ...]) -> list[Thunk]:
+    """The closure, or the closures of the micro-batches, with the batch bound.
+
+    Raises:
+        TypeError: not a function or a sequence of functions.
+        RuntimeError: gradients are off for good (inference mode).
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("closure: gradients can't be computed under torch.inference_mode()")
+    if isinstance(closure, list | tuple) and closure and all(callable(c) for c in closure):
+        return [partial(c, *batch) for c in closure]
+    if not callable(closure):
+        raise TypeError(
+            "closure: expected a function that returns the K task losses, as in optimizer.step(closure, *batch), got "
+            f"{type(closure).__name__}. Task gradients can't be taken from .grad, so a loop (or a trainer) that calls "
+            "backward() and then step() has to hand the losses over instead"
+        )
+    return [partial(closure, *batch)]
 
 
 def run(thunks: Sequence[Thunk], model: nn.Module) -> Iterator[TaskLosses]:
@@ -101,6 +125,29 @@ def measure(
     return Evaluation(names, mean_losses(values, group), layout, result)
 
 
+def reached_by_several(now: Evaluation, params: Sequence[Tensor]) -> list[int]:
+    """Indices of the parameters that two losses or more have reached and that are not shared yet."""
+    return [k for k, p in enumerate(params) if len(now.gradients.own.get(id(p), {})) > 1]
+
+
+def promote(now: Evaluation, layout: Layout) -> Evaluation:
+    """The same evaluation with more of the parameters counted as shared: those of ``layout``."""
+    G = torch.zeros(len(now.names), layout.numel, dtype=layout.dtype, device=layout.device)
+    reached = set()
+    for k, p in enumerate(layout.params):
+        old = now.layout.index.get(id(p))
+        by_task = now.gradients.own.pop(id(p), {})
+        if by_task or old in now.gradients.reached:
+            reached.add(k)
+        for i, row in enumerate(G):
+            if old is not None:
+                layout.view(row, k).copy_(now.layout.view(now.gradients.matrix[i], old))
+            elif i in by_task:
+                grad = by_task[i]
+                layout.view(row, k).copy_(grad.to_dense() if grad.is_sparse else grad)
+    return replace(now, layout=layout, gradients=replace(now.gradients, matrix=G, reached=reached))
+
+
 def _unscale_(gradients: TaskGradients, scale: Tensor) -> None:
     with torch.no_grad():
         inverse = scale.double().reciprocal()
@@ -113,32 +160,44 @@ def _unscale_(gradients: TaskGradients, scale: Tensor) -> None:
 def measure_combined(
     thunks: Sequence[Thunk],
     model: nn.Module,
-    shared: Sequence[Tensor],
+    layout: Layout,
     own: Sequence[Tensor],
-    weights: Sequence[float],
-    own_weights: Sequence[float],
+    weights: Tensor,
+    own_weights: Tensor,
     group: Any,
-) -> tuple[tuple[str, ...], Tensor, list[Tensor | None]]:
+) -> Evaluation:
     """The cheap step between two solves: gradient of sum_i w_i L_i for the shared parameters and of
-    sum_i own_w_i L_i for the others, in one or two backward passes whatever K is."""
-    inputs = [*shared, *own]
+    sum_i own_w_i L_i for the others, in two backward passes whatever K is (tasks are not kept apart)."""
+    inputs = [*layout.params, *own]
     sums: list[Tensor | None] = [None] * len(inputs)
     values: list[Tensor] = []
     names: tuple[str, ...] = ()
+    part = 1.0 / len(thunks)
     for tasks in run(thunks, model):
         if len(tasks) != len(weights):
             raise ValueError(f"closure: expected {len(weights)} losses as in the step before, got {len(tasks)}")
-        part = 1.0 / len(thunks)
-        first = combined_backward(tasks, [w * part for w in weights], shared, retain_graph=True)
-        second = combined_backward(tasks, [w * part for w in own_weights], own)
-        for k, grad in enumerate([*first, *second]):
+        shared_grads = combined_backward(tasks, list(weights * part), layout.params, retain_graph=True)
+        own_grads = combined_backward(tasks, list(own_weights * part), own)
+        for k, grad in enumerate([*shared_grads, *own_grads]):
             if grad is not None:
                 so_far = sums[k]
                 sums[k] = grad if so_far is None else so_far + grad
         names = tasks.names
         values.append(tasks.values)
-    present = union({k for k, g in enumerate(sums) if g is not None}, len(inputs), values[0].device, group)
-    for k in sorted(present):
-        grad = sums[k]
-        sums[k] = mean_(torch.zeros_like(inputs[k]) if grad is None else grad.contiguous(), group)
-    return names, mean_losses(values, group), sums
+    m = len(layout.params)
+    result = TaskGradients(layout.buffer(1).zero_(), {}, {k for k in range(m) if sums[k] is not None})
+    for k in result.reached:
+        layout.view(result.matrix[0], k).copy_(_dense(sums[k]))
+    for p, grad in zip(own, sums[m:], strict=True):
+        if grad is not None:
+            result.own[id(p)] = {0: grad}
+    mean_(result.matrix, group)
+    mean_own(result.own, own, 1, group)
+    result.reached = union(result.reached, m, layout.device, group)
+    return Evaluation(names, mean_losses(values, group), layout, result, weights)
+
+
+def _dense(grad: Tensor | None) -> Tensor:
+    if grad is None:
+        raise RuntimeError("expected a gradient")
+    return grad.to_dense() if grad.is_sparse else grad

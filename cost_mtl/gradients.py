@@ -193,7 +193,7 @@ def _capturing(
 
 
 def combined_backward(
-    tasks: TaskLosses, weights: Sequence[float], inputs: Sequence[Tensor], *, retain_graph: bool = False
+    tasks: TaskLosses, weights: Sequence[float | Tensor], inputs: Sequence[Tensor], *, retain_graph: bool = False
 ) -> list[Tensor | None]:
     """Gradient of sum_i weights[i] L_i in one backward pass; None for an input that no task reaches."""
     roots = [(root, w) for root, w in zip(tasks.roots, weights, strict=True) if root is not None]

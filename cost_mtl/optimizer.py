@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cost_mtl import trajectory
+from cost_mtl import scaling, trajectory
 from cost_mtl.base import (
     Closure,
     ObservingWeighting,
@@ -24,17 +24,27 @@ from cost_mtl.base import (
     WeightingInputs,
 )
 from cost_mtl.checkpoint import Progress
-from cost_mtl.evaluation import Evaluation, mean_losses, measure, measure_combined, run
-from cost_mtl.gradients import Layout, combine, cosines, exact_gramian, gramian, norms
+from cost_mtl.evaluation import (
+    Evaluation,
+    Thunk,
+    bind,
+    mean_losses,
+    measure,
+    measure_combined,
+    promote,
+    reached_by_several,
+    run,
+)
+from cost_mtl.gradients import Layout, combine, cosines, norms
 from cost_mtl.parallel import group_for
-from cost_mtl.parameters import Shared, all_trainable, few, held_by, names_of, resolve_shared
+from cost_mtl.parameters import Shared, all_trainable, held_by, resolve_shared, warn_about_shared
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
 from cost_mtl.teleport.problem import Problem
 from cost_mtl.teleport.replay import Moment
 from cost_mtl.trajectory import HTR
 from cost_mtl.triggers import DominatedConflict, TeleportSchedule
-from cost_mtl.update import HostRead, clip_, not_finite, read, write_own, write_shared
+from cost_mtl.update import HostRead, bad_tasks, clip_, complaint, host_read, write_own, write_shared
 from cost_mtl.weighting import FairGrad, resolve
 from cost_mtl.wrapper import OptimizerWrapper
 
@@ -144,7 +154,8 @@ class COST(OptimizerWrapper):
         self._buffer: Tensor | None = None
         self._spare: Tensor | None = None
         self._group = group_for(model, process_group)
-        self._warn_about_shared()
+        if self._shared is not None:
+            warn_about_shared(self._shared, base, model)
 
     # ------------------------------------------------------------------------------------------ one step
 
@@ -166,12 +177,9 @@ class COST(OptimizerWrapper):
             FloatingPointError: a task's loss or gradient is not finite and ``on_nonfinite="raise"``.
         """
         thunks = self._thunks(closure, batch)
-        p = self.progress
-        if p.weights is not None and self.every > 1 and p.step % self.every:
-            return self._step_with_last_weights(thunks)
-        before = self._moment() if self._driver.allowed(p) else None
+        before = self._moment() if self._driver.allowed(self.progress) and not self._reuses_weights() else None
         now = self._evaluate(thunks)
-        M, host = self._gramian(now)
+        M, host = host_read(now)
         losses = now.losses
         if self._refuse(now, host):
             return losses
@@ -183,8 +191,8 @@ class COST(OptimizerWrapper):
         weighed = self._weigh(now, M)
         self._write(now, weighed)
         self._reuse_history(now.layout)
-        self._step_base()
-        self._observe(thunks, weighed, before)
+        scaling.step(self.scaler, self.base)
+        self._observe(thunks, weighed)
         self._finish(now, weighed, M, losses, conflict, teleport, batch)
         return losses
 
@@ -204,10 +212,10 @@ class COST(OptimizerWrapper):
         with torch.no_grad():
             try:
                 now = self._evaluate(thunks, single=False)
-                M, host = self._gramian(now)
-                bad = self._bad_tasks(now, host)
+                M, host = host_read(now)
+                bad = bad_tasks(now, host)
                 if bad:
-                    raise FloatingPointError(self._complaint(now, bad))
+                    raise FloatingPointError(complaint(now, bad, self.progress.step))
                 if not now.layout.numel:
                     raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
                 problem = self._problem(thunks, batch, before, now, M)
@@ -224,27 +232,18 @@ class COST(OptimizerWrapper):
         return Moment.capture(self.model.modules(), devices)
 
     def _problem(
-        self, thunks: Sequence[partial[Any]], batch: tuple[Any, ...], before: Moment, now: Evaluation, M: Tensor
+        self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: Moment, now: Evaluation, M: Tensor
     ) -> Problem:
-        layout, own = self._layout()
         earlier = [[partial(t.func, *old) for t in thunks] for old in reversed(self.progress.memory)] if batch else []
+        layout, own = self._layout()
         roots = trajectory.second_moment_root(self.base, layout.params)
-        return Problem(
-            model=self.model,
-            layout=layout,
-            own=own,
-            closures=[thunks, *earlier],
-            moment=before,
-            losses=now.losses.double(),
-            gradients=now.gradients.matrix,
-            gramian=M.double(),
-            scale=None if roots is None else layout.flatten(roots),
-            generator=self._driver.generator(self.progress.step),
-            group=self._group,
+        scale = None if roots is None else layout.flatten(roots)
+        return self._driver.problem(
+            self.model, (layout, own), [thunks, *earlier], before, now, M, scale, self._group, self.progress.step
         )
 
     def _teleport_in_step(
-        self, thunks: Sequence[partial[Any]], batch: tuple[Any, ...], before: Moment, now: Evaluation, M: Tensor
+        self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: Moment, now: Evaluation, M: Tensor
     ) -> tuple[Evaluation, Tensor, TeleportReport | None]:
         after = self._moment()
         problem = self._problem(thunks, batch, before, now, M)
@@ -264,22 +263,11 @@ class COST(OptimizerWrapper):
 
     # ------------------------------------------------------------------------------------------ its parts
 
-    def _thunks(self, closure: Any, batch: tuple[Any, ...]) -> list[partial[Any]]:
+    def _thunks(self, closure: Any, batch: tuple[Any, ...]) -> list[Thunk]:
         if getattr(self, "grad_scale", None) is not None:
             delattr(self, "grad_scale")
-            raise RuntimeError("an enabled GradScaler called step: hand it over as COST(scaler=scaler) and call "
-                               "optimizer.step(closure) yourself; scaling, unscaling and update happen inside")  # fmt: skip
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError("closure: gradients can't be computed under torch.inference_mode()")
-        if isinstance(closure, list | tuple) and closure and all(callable(c) for c in closure):
-            return [partial(c, *batch) for c in closure]
-        if not callable(closure):
-            raise TypeError(
-                "closure: expected a function that returns the K task losses, as in optimizer.step(closure, *batch), "
-                f"got {type(closure).__name__}. Task gradients can't be taken from .grad, so a loop (or a trainer) that "
-                "calls backward() and then step() has to hand the losses over instead"
-            )
-        return [partial(closure, *batch)]
+            raise RuntimeError(scaling.REFUSAL)
+        return bind(closure, batch)
 
     def _layout(self) -> tuple[Layout, list[Tensor]]:
         """The trainable shared parameters and all other trainable ones."""
@@ -292,41 +280,27 @@ class COST(OptimizerWrapper):
         layout = Layout([p for p in shared if p.requires_grad])
         return layout, [p for p in every if id(p) not in layout.index]
 
-    def _evaluate(self, thunks: Sequence[partial[Any]], *, single: bool = True) -> Evaluation:
+    def _reuses_weights(self) -> bool:
+        return self.progress.weights is not None and self.progress.step % self.every != 0
+
+    def _evaluate(self, thunks: Sequence[Thunk], *, single: bool = True) -> Evaluation:
         layout, own = self._layout()
-        scale = None
-        if self.scaler is not None and self.scaler.is_enabled():
-            scale = self.scaler.scale(torch.ones((), device=held_by(self.base)[0].device))
+        weights = self.progress.weights
+        if weights is not None and single and self._reuses_weights():
+            own_weights = weights if self.heads == "weighted" else torch.ones_like(weights)
+            return measure_combined(thunks, self.model, layout, own, weights, own_weights, self._group)
+        scale = scaling.scale_of(self.scaler, self.base)
         now = measure(thunks, self.model, layout, own, self._group, out=self._buffer, scale=scale, single=single,
                       look_closely=self.last_step is None)  # fmt: skip
         if self._shared is None and len(now.names) > 1:
-            now = self._grow(now)
+            mine = list(self.model.parameters())
+            several = reached_by_several(now, mine)
+            if several:
+                self.progress.shared = sorted({*self.progress.shared, *several})
+                now = promote(now, self._layout()[0])
         self._buffer = now.gradients.matrix
         self._check_tasks(len(now.names))
         return now
-
-    def _grow(self, now: Evaluation) -> Evaluation:
-        """Parameters of the model that two losses have reached for the first time become shared."""
-        mine = list(self.model.parameters())
-        several = [k for k, p in enumerate(mine) if len(now.gradients.own.get(id(p), {})) > 1]
-        if not several:
-            return now
-        self.progress.shared = sorted({*self.progress.shared, *several})
-        layout, _ = self._layout()
-        G = torch.zeros(len(now.names), layout.numel, dtype=layout.dtype, device=layout.device)
-        reached = set()
-        for k, p in enumerate(layout.params):
-            old = now.layout.index.get(id(p))
-            by_task = now.gradients.own.pop(id(p), {})
-            if by_task or old in now.gradients.reached:
-                reached.add(k)
-            for i, row in enumerate(G):
-                if old is not None:
-                    layout.view(row, k).copy_(now.layout.view(now.gradients.matrix[i], old))
-                elif i in by_task:
-                    grad = by_task[i]
-                    layout.view(row, k).copy_(grad.to_dense() if grad.is_sparse else grad)
-        return replace(now, layout=layout, gradients=replace(now.gradients, matrix=G, reached=reached))
 
     def _check_tasks(self, K: int) -> None:
         p = self.progress
@@ -336,50 +310,29 @@ class COST(OptimizerWrapper):
             p.num_tasks, p.weights = K, None
             p.weighting = self.weighting.initial_state(K)
 
-    def _gramian(self, now: Evaluation) -> tuple[Tensor, HostRead]:
-        G = now.gradients.matrix
-        wide = torch.float32 if G.device.type == "mps" else torch.float64
-        M = gramian(G, dtype=wide)
-        own = [grad for by_task in now.gradients.own.values() for grad in by_task.values()]
-        host = read(now.losses, M, own)
-        diagonal = host.gramian.diagonal()
-        if G.numel() and not bool((torch.isfinite(diagonal) & (diagonal > 1e-32)).all()):
-            # A float32 square may have left its range while the gradient itself is fine.
-            M = exact_gramian(G).to(wide)
-            host = replace(host, gramian=M.cpu().double())
-        return M, host
-
-    def _bad_tasks(self, now: Evaluation, host: HostRead) -> list[int]:
-        if not host.bad_tasks() and torch.isfinite(torch.tensor(host.own_norm)):
-            return []
-        return not_finite(now)
-
     def _refuse(self, now: Evaluation, host: HostRead) -> bool:
         """Whether the step has to be left out because something is not finite."""
-        bad = self._bad_tasks(now, host)
+        bad = bad_tasks(now, host)
         if not bad:
             return False
         self._clear_grads()
         overflow = self.scaler is not None and bool(torch.isfinite(host.losses).all())
         if overflow:
-            self._skip_through_scaler()
+            scaling.skip(self.scaler, self.base)
         elif self.on_nonfinite == "raise":
-            raise FloatingPointError(self._complaint(now, bad))
+            raise FloatingPointError(complaint(now, bad, self.progress.step))
         self.progress.step += 1
         self.progress.skipped += 1
-        M = now.gradients.matrix.new_full((len(now.names),), float("nan"))
+        nothing = now.gradients.matrix.new_full((len(now.names),), float("nan"))
         self.last_step = StepReport(
-            now.losses, now.names, None, M, None, None, None, None, None, True, self.progress.skipped
-        )  # fmt: skip
+            now.losses, now.names, weights=nothing, skipped=True, skipped_total=self.progress.skipped
+        )
         return True
-
-    def _complaint(self, now: Evaluation, bad: Sequence[int]) -> str:
-        which = ", ".join(f"task {now.names[i]!r} (loss {float(now.losses[i]):g})" for i in bad)
-        return (f"not finite: the loss or a gradient of {which} in step {self.progress.step}. Parameters and optimizer "
-                "state are as before; on_nonfinite='skip' leaves such steps out")  # fmt: skip
 
     def _weigh(self, now: Evaluation, M: Tensor) -> Weighed:
         K = len(now.names)
+        if now.weights is not None:
+            return Weighed(now.weights, self.progress.weighting)
         if K == 1 or not now.layout.numel:
             return Weighed(torch.ones(K, dtype=M.dtype, device=M.device), self.progress.weighting)
         inputs = WeightingInputs(M, now.losses, now.gradients.matrix, self.progress.step)
@@ -394,16 +347,18 @@ class COST(OptimizerWrapper):
         self._clear_grads()
         if now.layout.numel:
             G = now.gradients.matrix
-            if weighed.direction is None:
+            if now.weights is not None:
+                d = G[0]
+            elif weighed.direction is None:
                 d = combine(G, weighed.weights, out=G[0])
             else:
                 d = weighed.direction.to(G.dtype)
             write_shared(now.layout, clip_(d, self.max_norm), now.gradients.reached)
             if trajectory.needs_direction(self.htr) and self._driver.enabled:
                 self.progress.direction = d.clone()
-        weights = weighed.weights.tolist() if self.heads == "weighted" and len(now.names) > 1 else None
-        _, own = self._layout() if len(now.names) > 1 else (None, all_trainable(self.base, self.model))
-        write_own(own, now.gradients, weights)
+        scaled = self.heads == "weighted" and len(now.names) > 1 and now.weights is None
+        own = [p for p in all_trainable(self.base, self.model) if id(p) not in now.layout.index]
+        write_own(own, now.gradients, weighed.weights if scaled else None)
         for parameter, grad in weighed.parameter_grads:
             parameter.grad = grad.to(parameter.device, parameter.dtype)
 
@@ -417,26 +372,7 @@ class COST(OptimizerWrapper):
             moments: Literal["first", "both"] = "both" if self.htr in ("paper", "reset") else "first"
             trajectory.reuse_trajectory_(self.base, layout.params, sigma, moments=moments)
 
-    def _step_base(self) -> None:
-        if self.scaler is None or not self.scaler.is_enabled():
-            self.base.step()
-            return
-        scale = self.scaler.scale(torch.ones((), device=held_by(self.base)[0].device))
-        for p in held_by(self.base):
-            if p.grad is not None:
-                p.grad.mul_(scale.to(p.grad.device, p.grad.dtype))
-        self.scaler.step(self.base)
-        self.scaler.update()
-
-    def _skip_through_scaler(self) -> None:
-        """Let the scaler see an overflow, so that it skips the step and lowers its scale."""
-        p = next(p for p in held_by(self.base) if p.requires_grad)
-        p.grad = torch.full_like(p, float("inf"))
-        self.scaler.step(self.base)
-        self.scaler.update()
-        p.grad = None
-
-    def _observe(self, thunks: Sequence[partial[Any]], weighed: Weighed, before: Moment | None) -> None:
+    def _observe(self, thunks: Sequence[Thunk], weighed: Weighed) -> None:
         if not isinstance(self.weighting, ObservingWeighting) or self.progress.num_tasks == 1:
             return
         # The losses after the update must not count in running statistics or shift the random streams.
@@ -456,68 +392,21 @@ class COST(OptimizerWrapper):
         teleport: TeleportReport | None,
         batch: tuple[Any, ...],
     ) -> None:
-        p, several = self.progress, len(now.names) > 1
+        p = self.progress
         p.step += 1
         if batch and self.memory and self._driver.enabled:
             p.memory = [*p.memory, batch][-self.memory :]
-        self.last_step = StepReport(
-            losses, now.names, M if several else None, weighed.weights, cosines(M) if several else None,
-            norms(M) if several else None, conflict, teleport, weighed.solver, False, p.skipped,
-        )  # fmt: skip
-
-    def _step_with_last_weights(self, thunks: Sequence[partial[Any]]) -> Tensor:
-        weights = self.progress.weights
-        if weights is None:
-            raise RuntimeError("there are no weights of an earlier step")
-        layout, own = self._layout()
-        w = weights.tolist()
-        own_weights = w if self.heads == "weighted" else [1.0] * len(w)
-        names, losses, grads = measure_combined(
-            thunks, self.model, layout.params, own, w, own_weights, self._group
-        )  # fmt: skip
-        self._clear_grads()
-        found = [g for g in grads if g is not None]
-        bad = [i for i in range(len(w)) if not bool(torch.isfinite(losses[i]))]
-        if bad or not all(bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in found):
-            self.progress.step += self.on_nonfinite == "skip"
-            self.progress.skipped += self.on_nonfinite == "skip"
-            if self.on_nonfinite == "raise":
-                raise FloatingPointError(f"not finite: the loss or a gradient of task(s) "
-                                         f"{[names[i] for i in bad] or list(names)} in step {self.progress.step}")  # fmt: skip
-            self.last_step = StepReport(
-                losses, names, None, weights, None, None, None, None, None, True, self.progress.skipped
-            )  # fmt: skip
-            return losses
-        for p, grad in zip([*layout.params, *own], grads, strict=True):
-            p.grad = grad
-        if self.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_([p for p in layout.params if p.grad is not None], self.max_norm)
-        self._reuse_history(layout)
-        self._step_base()
-        self.progress.step += 1
-        self.last_step = StepReport(
-            losses, names, None, weights, None, None, None, None, None, False, self.progress.skipped
-        )  # fmt: skip
-        return losses
+        report = StepReport(losses, now.names, weights=weighed.weights, conflict=conflict, teleport=teleport,
+                            solver=weighed.solver, skipped_total=p.skipped)  # fmt: skip
+        if len(now.names) > 1 and now.weights is None:
+            report = replace(report, gramian=M, cosines=cosines(M), norms=norms(M))
+        self.last_step = report
 
     # ------------------------------------------------------------------------------------------ housekeeping
 
     def _clear_grads(self) -> None:
         for p in (*self.model.parameters(), *held_by(self.base)):
             p.grad = None
-
-    def _warn_about_shared(self) -> None:
-        if self._shared is None:
-            return
-        active = [p for p in self._shared if p.requires_grad]
-        if not active:
-            warnings.warn(f"shared: none of its {len(self._shared)} parameters is trainable (requires_grad is False); "
-                          "only the other parameters train", stacklevel=3)  # fmt: skip
-        held = {id(p) for p in held_by(self.base)}
-        missing = names_of(self.model, [p for p in active if id(p) not in held])
-        if missing:
-            warnings.warn(f"shared: {len(missing)} parameters are in no param group of the base optimizer ({few(missing)}); "
-                          "they get a .grad, but another optimizer has to step them", stacklevel=3)  # fmt: skip
 
     def _extra_state(self) -> dict[str, Any]:
         return self.progress.pack()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
@@ -60,6 +61,25 @@ def names_of(model: nn.Module, params: Sequence[Tensor]) -> list[str]:
     """Full names in the model; the shape for a parameter outside of it."""
     names = {id(p): name for name, p in model.named_parameters()}
     return [names.get(id(p), f"a parameter of shape {list(p.shape)} outside the model") for p in params]
+
+
+def warn_about_shared(shared: Sequence[Tensor], base: Optimizer, model: nn.Module) -> None:
+    """Say what is probably a mistake: shared parameters that nothing trains."""
+    active = [p for p in shared if p.requires_grad]
+    if not active:
+        warnings.warn(
+            f"shared: none of its {len(shared)} parameters is trainable (requires_grad is False); only the other "
+            "parameters train",
+            stacklevel=4,
+        )
+    held = {id(p) for p in held_by(base)}
+    missing = names_of(model, [p for p in active if id(p) not in held])
+    if missing:
+        warnings.warn(
+            f"shared: {len(missing)} parameters are in no param group of the base optimizer ({few(missing)}); they get "
+            "a .grad, but another optimizer has to step them",
+            stacklevel=4,
+        )
 
 
 def few(names: Sequence[str], most: int = 5) -> str:

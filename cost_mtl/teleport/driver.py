@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cost_mtl.base import Teleporter, TeleportReport, Trigger
 from cost_mtl.checkpoint import Progress
-from cost_mtl.gradients import combine, gramian
+from cost_mtl.evaluation import Evaluation, Thunk
+from cost_mtl.gradients import Layout, combine, gramian
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
 from cost_mtl.teleport.problem import Problem
+from cost_mtl.teleport.replay import Moment
 from cost_mtl.teleport.transaction import Outcome, UnrepeatableClosureError, attempt, rejected
 from cost_mtl.trajectory import HTR, sigma_for
 from cost_mtl.triggers import TeleportSchedule
@@ -64,6 +66,34 @@ class TeleportDriver:
     def generator(self, step: int) -> torch.Generator:
         """Keyed on (seed, step): the same in a resumed run and on every process."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + step) % (1 << 63))
+
+    def problem(
+        self,
+        model: nn.Module,
+        parameters: tuple[Layout, Sequence[Tensor]],
+        closures: Sequence[Sequence[Thunk]],
+        before: Moment,
+        now: Evaluation,
+        M: Tensor,
+        scale: Tensor | None,
+        group: Any,
+        step: int,
+    ) -> Problem:
+        """The landscape around the current point; see :class:`~cost_mtl.teleport.problem.Problem`."""
+        layout, own = parameters
+        return Problem(
+            model=model,
+            layout=layout,
+            own=own,
+            closures=closures,
+            moment=before,
+            losses=now.losses.double(),
+            gradients=now.gradients.matrix,
+            gramian=M.double(),
+            scale=scale,
+            generator=self.generator(step),
+            group=group,
+        )
 
     def persists(self, problem: Problem) -> bool:
         """Whether the conflict is there on an earlier batch, too (``schedule.confirm``)."""

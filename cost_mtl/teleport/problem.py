@@ -106,7 +106,7 @@ class Problem:
             if all(root is None for root in roots):
                 continue
             chosen = TaskLosses(split.names, split.values, roots)
-            weights = [factor] * len(split)
+            weights: list[float | Tensor] = [factor] * len(split)
             grads = combined_backward(chosen, weights, layout.params, retain_graph=r < len(groups) - 1)
             for k, grad in enumerate(grads):
                 if grad is not None:
