@@ -57,8 +57,6 @@ class DenseProblem:
         options: choices.
     """
 
-    many_tasks = False
-
     def __init__(self, spec: DenseSpec, splits: Mapping[str, Split], options: DenseOptions) -> None:
         self.spec, self.options, self._files = spec, options, splits
         self.name = spec.name

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dense.engine.loop import run_row
 from dense.engine.methods import STL, WORDS, Row, parse_rows
 from dense.engine.plots import plot_metrics
@@ -33,6 +35,8 @@ class Defaults:
     cost_start: int
     smoke_epochs: int = 2
     smoke_batch_size: int = 4
+    smoke_lr: float = 3e-3
+    trigger: str = "any"
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
@@ -51,18 +55,26 @@ def add_training_arguments(parser: argparse.ArgumentParser, defaults: Defaults) 
     what.add_argument("--smoke", action=_Flag, default=False, help="a tiny network and few tiny images: seconds")
     recipe = parser.add_argument_group("recipe (the defaults are the published ones)")
     recipe.add_argument("--epochs", type=int, default=None, help=f"default {defaults.epochs}")
-    recipe.add_argument("--lr", type=float, default=defaults.lr, help="of Adam (default %(default)g)")
+    recipe.add_argument("--lr", type=float, default=None, help=f"of Adam; default {defaults.lr:g}")
     recipe.add_argument("--batch-size", type=int, default=None, help=f"default {defaults.batch_size}")
     recipe.add_argument(
         "--cost-start", type=int, default=None, metavar="EPOCHS",
         help=f"epochs before the first teleport; default {defaults.cost_start} of {defaults.epochs}, in proportion",
     )  # fmt: skip
     recipe.add_argument("--cost-cooldown", type=int, default=1, metavar="EPOCHS", help="between teleports (default 1)")
-    recipe.add_argument("--teleporter", choices=("lora", "dense", "difference"), default="lora")
+    recipe.add_argument(
+        "--trigger", choices=("any", "smallest", "weak", "share", "always"), default=None,
+        help=f"conflict that a teleport waits for; default {defaults.trigger}, always for --smoke",
+    )  # fmt: skip
+    recipe.add_argument(
+        "--teleporter", choices=("lora", "dense", "difference"), default=None,
+        help="default lora; dense for --smoke, since importing PEFT takes longer than all the rest of it",
+    )  # fmt: skip
     recipe.add_argument("--rank", type=int, default=5, help="of the LoRA adapter (default 5)")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
     machine.add_argument("--workers", type=int, default=2, help="loader processes (default %(default)s)")
+    machine.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's; 1 for --smoke)")
     machine.add_argument("--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision (default off)")
     machine.add_argument("--compile", action=_Flag, default=False, help="torch.compile the forward pass")
     machine.add_argument("--deterministic", action=_Flag, default=False, help="deterministic CUDA kernels, slower")
@@ -83,7 +95,7 @@ def settings_from(args: argparse.Namespace, defaults: Defaults, seed: int) -> Tr
     start = args.cost_start if args.cost_start is not None else epochs * defaults.cost_start // defaults.epochs
     return TrainSettings(
         epochs=epochs,
-        lr=args.lr,
+        lr=args.lr if args.lr is not None else defaults.smoke_lr if args.smoke else defaults.lr,
         seed=seed,
         device=check_device(args.device),
         amp=args.amp,
@@ -92,7 +104,8 @@ def settings_from(args: argparse.Namespace, defaults: Defaults, seed: int) -> Tr
         eval_every=args.eval_every,
         cost_start=start,
         cost_cooldown=args.cost_cooldown,
-        teleporter=args.teleporter,
+        trigger=args.trigger or ("always" if args.smoke else defaults.trigger),
+        teleporter=args.teleporter or ("dense" if args.smoke else "lora"),
         rank=args.rank,
         tensorboard=args.tensorboard,
         resume=args.resume,
@@ -131,6 +144,8 @@ def run_all(
 
     After each row the table is written anew: an interrupted set leaves the table of what is done.
     """
+    if threads := args.threads or (1 if args.smoke else None):
+        torch.set_num_threads(threads)  # tiny tensors: a second thread costs more than it brings
     presets = args.preset or ([] if args.method else list(default_rows))
     rows = parse_rows(presets, args.method, args.cost)
     results: list[Result] = []

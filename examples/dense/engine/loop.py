@@ -93,7 +93,7 @@ class Run:
             weighting=made.weighting,
             heads=made.heads,
             max_norm=made.max_norm,
-            trigger=cost_mtl.ConflictShare(0.5) if self.problem.many_tasks else cost_mtl.DominatedConflict(),
+            trigger=_trigger(self.settings),
             schedule=cost_mtl.TeleportSchedule(
                 start=self.settings.cost_start * self.steps_per_epoch,
                 cooldown=self.settings.cost_cooldown * self.steps_per_epoch,
@@ -151,8 +151,9 @@ class Run:
             report = self.optimizer.last_step
             totals.losses += losses
             totals.steps += 1
-            if report.cosines is not None:
-                totals.conflicts += report.cosines.min() <= 0
+            cosines = report.cosines if report.teleport is None else report.teleport.cosines_before
+            if cosines is not None:
+                totals.conflicts += cosines.min().to(device) < 0
             if report.teleport is not None:
                 teleports.append(_teleport_record(report.teleport, totals.steps))
             if time.perf_counter() - shown > _POSTFIX_SECONDS:
@@ -238,6 +239,16 @@ def _autocast(settings: TrainSettings) -> AbstractContextManager[Any]:
     return torch.autocast(settings.device.partition(":")[0], dtype=dtype, enabled=settings.amp != "off")
 
 
+def _trigger(settings: TrainSettings) -> cost_mtl.Trigger:
+    if settings.trigger == "weak":
+        return cost_mtl.WeakConflict()
+    if settings.trigger == "share":
+        return cost_mtl.ConflictShare(0.5)
+    if settings.trigger == "always":
+        return lambda gramian: True
+    return cost_mtl.DominatedConflict(rule=settings.trigger)
+
+
 def _teleporter(settings: TrainSettings) -> Any:
     if settings.teleporter == "lora":
         return cost_mtl.LoRATeleporter(rank=settings.rank)
@@ -254,5 +265,6 @@ def _teleport_record(report: cost_mtl.base.TeleportReport, step: int) -> dict[st
 
 
 def _set_determinism(on: bool) -> None:
-    torch.use_deterministic_algorithms(on, warn_only=True)  # max-unpooling has no deterministic CUDA kernel
+    if on or torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: two seconds
+        torch.use_deterministic_algorithms(on, warn_only=True)  # max-unpooling has no deterministic CUDA kernel
     torch.backends.cudnn.benchmark = not on

@@ -74,7 +74,9 @@ def plot_metrics(
     for axis, task in zip(axes[len(metrics) :], tasks, strict=False):
         _curves(axis, curves, lambda row, name=task: row.train.get(name, math.nan))
         axis.set_title(f"training loss: {task}")
-        axis.set_yscale("log")
+        low, high = axis.get_ylim()
+        if low > 0 and high > 5 * low:
+            axis.set_yscale("log")
     for axis in axes[panels:]:
         axis.set_axis_off()
     for axis in axes[max(0, panels - columns) : panels]:

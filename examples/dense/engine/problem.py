@@ -82,14 +82,12 @@ class Problem(Protocol):
         tasks: in the order of the losses.
         metrics: the table's columns.
         splits: what is evaluated after an epoch.
-        many_tasks: a dominated conflict is there in nearly every step, so teleports wait for a share of the tasks.
     """
 
     name: str
     tasks: tuple[str, ...]
     metrics: tuple[Metric, ...]
     splits: tuple[str, ...]
-    many_tasks: bool
 
     def model(self, tasks: Sequence[str]) -> nn.Module:
         """A freshly initialised model for these tasks; one task is a single-task baseline."""

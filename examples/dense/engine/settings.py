@@ -27,6 +27,9 @@ class TrainSettings:
         eval_every: evaluate every so many epochs, and always in the last ten.
         cost_start: epochs before the first teleport (the official scripts: 50 of 200).
         cost_cooldown: epochs from one attempt to the next (the official scripts: one).
+        trigger: ``"any"`` task conflicts with the mean gradient (the official code's rule), the ``"smallest"`` one
+            does (the paper's), any two tasks conflict (``"weak"``), half of the tasks do (``"share"``), or the
+            schedule alone decides (``"always"``).
         teleporter: ``"lora"`` (the paper's), ``"dense"`` or ``"difference"``.
         rank: of the LoRA adapter.
         tensorboard: write event files.
@@ -43,6 +46,7 @@ class TrainSettings:
     eval_every: int = 1
     cost_start: int = 50
     cost_cooldown: int = 1
+    trigger: Literal["any", "smallest", "weak", "share", "always"] = "any"
     teleporter: Literal["lora", "dense", "difference"] = "lora"
     rank: int = 5
     tensorboard: bool = False
