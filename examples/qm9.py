@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from qm9_data import TARGETS, DataSettings, load
 from qm9_train import METHODS, RunSettings, execute
-from reporting import Curves, Table, delta_m, mean_and_error, plot_training, save_table, with_error
+from reporting import Curves, Jump, Table, delta_m, mean_and_error, plot_training, save_table, with_error
 from run_pool import run_all
 
 LAST = 5  # epochs that a result is the mean of: single epochs are noisy
@@ -170,7 +170,7 @@ def curves(results: Sequence[Result]) -> list[Curves]:
             result["label"],
             np.array(result["train_loss"]),
             np.array(result["min_cosine"]),
-            [(teleport["step"], teleport["accepted"]) for teleport in result["teleports"]],
+            [Jump(t["step"], t["accepted"], t["min_cosine_before"]) for t in result["teleports"]],
         )
         for result in results
         if result["label"] != "STL"

@@ -237,6 +237,7 @@ def record_step(history: dict[str, Any], report: cost_mtl.base.StepReport) -> No
                 "step": step,
                 "accepted": teleport.accepted,
                 "reason": teleport.reason,
+                "min_cosine_before": float(teleport.cosines_before.min()),
                 "drift": teleport.drift,
                 "drift_heldout": teleport.drift_heldout,
                 "seconds": teleport.seconds,

@@ -115,20 +115,30 @@ def save_table(stem: Path, table: Table, details: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
+class Jump:
+    """One attempted teleport: its step, whether it was accepted, and the smallest cosine before it."""
+
+    step: int
+    accepted: bool
+    before: float
+
+
+@dataclass(frozen=True)
 class Curves:
     """One run, for the plot.
 
     Attributes:
         label: of its row in the table; the runs of one label (its seeds) are drawn as one line with a band.
         losses: [E, K], per epoch and task.
-        min_cosine: [S], per step: the smallest cosine of a task gradient with the mean gradient.
-        teleports: (step, accepted) of each attempt.
+        min_cosine: [S], per step: the smallest cosine of a task gradient with the mean gradient that the update was
+            made from, so after the teleport where there was one.
+        teleports: each attempt.
     """
 
     label: str
     losses: NDArray[np.float64]
     min_cosine: NDArray[np.float64]
-    teleports: Sequence[tuple[int, bool]]
+    teleports: Sequence[Jump]
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
@@ -204,20 +214,13 @@ def _draw_conflicts(axis: Any, run: Curves) -> None:
     axis.plot(steps, run.min_cosine, color="C0", lw=0.4, alpha=0.5, label="each step")
     window = max(1, len(steps) // 30)
     axis.plot(steps, running_mean(run.min_cosine, window), color="C0", lw=1.6, label=f"mean of {window} steps")
-    for wanted, marker, face, name in ((True, "v", "C3", "accepted"), (False, "v", "none", "rejected")):
-        at = [step for step, accepted in run.teleports if accepted is wanted]
-        if at:
-            axis.vlines(at, 0, 1, transform=axis.get_xaxis_transform(), color="C3", lw=0.6, alpha=0.35)
-            axis.plot(
-                at,
-                run.min_cosine[at],
-                marker,
-                ms=7,
-                mfc=face,
-                mec="C3",
-                ls="none",
-                label=f"teleport {name} ({len(at)})",
-            )
+    for accepted, face, name in ((True, "C3", "accepted"), (False, "none", "rejected")):
+        jumps = [jump for jump in run.teleports if jump.accepted is accepted]
+        if jumps:
+            at = [jump.step for jump in jumps]
+            label = f"teleport {name} ({len(jumps)}): before, after" if accepted else f"teleport {name} ({len(jumps)})"
+            axis.vlines(at, [jump.before for jump in jumps], run.min_cosine[at], color="C3", lw=1.2)
+            axis.plot(at, run.min_cosine[at], "^", ms=6, mfc=face, mec="C3", ls="none", label=label)
     axis.set(
         xlabel="step",
         ylabel="min$_i$ cos(g$_i$, g$_0$)",

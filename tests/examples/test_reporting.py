@@ -87,8 +87,9 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     rng = np.random.default_rng(0)
+    jumps = [reporting.Jump(10, True, -0.1), reporting.Jump(40, False, -0.2)]
     runs = [
-        reporting.Curves(label, rng.random((5, 3)) + 0.1, rng.normal(size=50), [(10, True), (40, False)])
+        reporting.Curves(label, rng.random((5, 3)) + 0.1, rng.normal(size=50), jumps)
         for label in ("LS", "LS", "LS + COST")
     ]
     reporting.plot_training(tmp_path / "plot.png", "title", runs, ["a", "b", "c"], "loss")
