@@ -80,15 +80,13 @@ def merged_tensor(
     buffers: BufferPolicy,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """One tensor of the merged model, with its own memory; ``dtype`` (default: the base's) is that of weights."""
+    """One tensor of the merged model in ``dtype`` (default: the base's), with its own memory."""
     value = source.read(key)
     if key in block_of:
         return add_block(value, vector.blocks[block_of[key]], scale, repr(key), dtype)
     if buffers == "average" and is_statistic(key):
         return average_statistics(key, value, vector.statistics)
-    if dtype is not None and value.is_floating_point() and key not in source.buffers and not is_statistic(key):
-        return value.to(dtype, copy=True)
-    return value.clone()
+    return value.to(dtype or value.dtype, copy=True)
 
 
 def warn_about_statistics(source: TensorSource, vector: TaskVector, buffers: BufferPolicy) -> None:

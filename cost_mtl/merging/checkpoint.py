@@ -14,34 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cost_mtl.merging.source import TensorInfo
+from cost_mtl.merging.writer import CODES
 
 __all__ = ["INDEX_SUFFIX", "CheckpointSource", "ShardFile"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -96,11 +77,11 @@ class CheckpointSource:
             for key in keys:
                 entry = file.get_slice(key)
                 code = entry.get_dtype()
-                if code not in _DTYPES:
+                if code not in CODES:
                     raise ValueError(f"{self.name}: {key!r} in {path} has the unsupported dtype {code}")
                 if key in self.infos:
                     raise ValueError(f"{self.name}: {key!r} is in {self._file_of[key].name} and in {filename}")
-                self.infos[key] = TensorInfo(tuple(entry.get_shape()), _DTYPES[code])
+                self.infos[key] = TensorInfo(tuple(entry.get_shape()), CODES[code])
                 self._file_of[key] = path
             return ShardFile(filename, keys, file.metadata() or {})
 

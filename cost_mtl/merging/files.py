@@ -1,4 +1,4 @@
-"""Merging checkpoints on disk: read, combine and write one shard of the base's layout after the other."""
+"""Merging checkpoints on disk: read, combine and write one tensor of the base's layout after the other."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from cost_mtl._version import __version__
 from cost_mtl.merging.apply import block_keys, merged_tensor, warn_about_statistics
 from cost_mtl.merging.atomic import check_output
-from cost_mtl.merging.blocks import compute_dtype
+from cost_mtl.merging.blocks import compute_dtype, shape_of
 from cost_mtl.merging.checkpoint import INDEX_SUFFIX, CheckpointSource, ShardFile
-from cost_mtl.merging.keys import KeyPolicy
+from cost_mtl.merging.keys import KeyPolicy, is_statistic
+from cost_mtl.merging.source import TensorInfo
 from cost_mtl.merging.statistics import BufferPolicy, check_policy
 from cost_mtl.merging.storage import is_saved_vector, load_vector, write_checkpoint
 from cost_mtl.merging.task_vector import TaskVector
@@ -59,8 +60,8 @@ def merge_checkpoint(
 ) -> None:
     """Writes base + scale τ in the base's layout: its shards, its order, its metadata, its tied weights stored once.
 
-    In memory at a time: the shard being written, and what one block of ``vector`` takes to compute. The output appears
-    when it is whole; after an error, or Ctrl-C, nothing is there.
+    In memory at a time: what one block of ``vector`` takes to compute, some four float32 copies of it for weighted
+    sums. The output appears when it is whole; after an error, or Ctrl-C, nothing is there.
 
     Args:
         base: the base, opened.
@@ -84,25 +85,31 @@ def merge_checkpoint(
     target = Path(out)
     _check_target(base, target, overwrite)
     block_of = block_keys(base, vector)
+    added = tuple(key for key in vector.added if key not in base.infos)
     warn_about_statistics(base, vector, buffers)
 
     def read(key: str) -> Tensor:
         if key in base.infos:
-            tensor = merged_tensor(base, key, vector, block_of, scale, buffers, dtype)
+            tensor = merged_tensor(base, key, vector, block_of, scale, buffers, infos[key].dtype)
         else:
-            tensor = (vector.blocks[key] * scale).to(dtype or vector.added[key])
+            tensor = (vector.blocks[key] * scale).to(infos[key].dtype)
         if on_tensor is not None:
             on_tensor(key)
         return tensor
 
+    infos = {
+        key: TensorInfo(info.shape, dtype if dtype and _is_weight(base, key) else info.dtype)
+        for key, info in base.infos.items()
+    }
+    infos |= {key: TensorInfo(shape_of(vector.blocks, key).shape, dtype or vector.added[key]) for key in added}
     provenance = {"cost_mtl": json.dumps({"version": __version__, "scale": scale, "note": note})}
     shards = [ShardFile(s.filename, s.keys, {**s.metadata, **provenance}) for s in base.shards]
-    added = tuple(key for key in vector.added if key not in base.infos)
     if added:
         shards[-1] = ShardFile(shards[-1].filename, shards[-1].keys + added, shards[-1].metadata)
     write_checkpoint(
         target,
         shards,
+        infos,
         read,
         index_name=base.index_name or None,
         index_metadata=_index_metadata(base, added),
@@ -120,6 +127,11 @@ def _check_target(base: CheckpointSource, target: Path, overwrite: bool) -> None
         folder == target or target.name in {shard.filename for shard in base.shards}
     ):
         raise ValueError(f"out: {target} is the base itself; it is still being read while the output is written")
+
+
+def _is_weight(base: CheckpointSource, key: str) -> bool:
+    dtype = base.infos[key].dtype
+    return (dtype.is_floating_point or dtype.is_complex) and not is_statistic(key)
 
 
 def _index_metadata(base: CheckpointSource, added: Sequence[str]) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cost_mtl.merging.atomic import atomic_folder, atomic_path
@@ -18,6 +16,7 @@ from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, shape_of
 from cost_mtl.merging.checkpoint import INDEX_SUFFIX, CheckpointSource, ShardFile
 from cost_mtl.merging.fingerprint import BaseDigests, check_base
 from cost_mtl.merging.source import Model, TensorInfo, open_source
+from cost_mtl.merging.writer import write_safetensors
 
 if TYPE_CHECKING:
     from cost_mtl.merging.task_vector import TaskVector
@@ -51,6 +50,7 @@ def plan_shards(infos: Mapping[str, TensorInfo], stem: str, limit: int, metadata
 def write_checkpoint(
     out: Path,
     shards: Sequence[ShardFile],
+    infos: Mapping[str, TensorInfo],
     read: Callable[[str], Tensor],
     *,
     index_name: str | None = None,
@@ -58,11 +58,12 @@ def write_checkpoint(
     copies: Iterable[Path] = (),
     overwrite: bool = False,
 ) -> None:
-    """Writes shards one after the other: the tensors of one are in memory, plus those that ``read`` works with.
+    """Writes shards one after the other, tensor by tensor: what is in memory is what ``read`` works with.
 
     Args:
         out: a file (``*.safetensors``, one shard) or a folder.
         shards: files, and the keys of each.
+        infos: key -> shape and dtype of what is written.
         read: key -> tensor.
         index_name: the index's name; None writes none. Its ``total_size`` is counted here.
         index_metadata: further entries of the index's ``metadata``.
@@ -77,10 +78,10 @@ def write_checkpoint(
         if len(shards) != 1:
             raise ValueError(f"out: expected a folder for {len(shards)} shards, got the file {out}")
         with atomic_path(out, overwrite=overwrite) as staging:
-            _write_shard(staging, shards[0], read)
+            _write_shard(staging, shards[0], infos, read)
         return
     with atomic_folder(out, overwrite=overwrite) as folder:
-        sizes = [_write_shard(folder / shard.filename, shard, read) for shard in shards]
+        sizes = [_write_shard(folder / shard.filename, shard, infos, read) for shard in shards]
         for file in copies:
             (folder / file.name).write_bytes(file.read_bytes())
         if index_name is not None:
@@ -91,13 +92,8 @@ def write_checkpoint(
             (folder / index_name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_shard(path: Path, shard: ShardFile, read: Callable[[str], Tensor]) -> int:
-    tensors = {key: read(key).cpu().contiguous() for key in shard.keys}
-    try:
-        save_file(tensors, path, metadata=dict(shard.metadata) or None)
-    except SafetensorError as error:  # a full disk, most often
-        raise OSError(f"out: {shard.filename} could not be written ({error})") from error
-    return sum(tensor.nbytes for tensor in tensors.values())
+def _write_shard(path: Path, shard: ShardFile, infos: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> int:
+    return write_safetensors(path, {key: infos[key] for key in shard.keys}, read, shard.metadata)
 
 
 def save_vector(
@@ -143,6 +139,7 @@ def save_vector(
     write_checkpoint(
         out,
         shards,
+        infos,
         lambda key: statistics[key] if key in statistics else vector.blocks[key].to(infos[key].dtype),
         index_name="task_vector" + INDEX_SUFFIX if len(shards) > 1 else None,
         overwrite=overwrite,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cost_mtl.merging import CheckpointSource, TaskVector, combine, merge_checkpoint, open_vectors, storage
+from cost_mtl.merging import CheckpointSource, TaskVector, combine, merge_checkpoint, open_vectors, storage, writer
+from cost_mtl.merging.source import TensorInfo
 
 
 def write_sharded(folder: Path, state, cut: int = 2, metadata=None) -> Path:
@@ -301,16 +302,16 @@ def test_nothing_is_left_of_an_interrupted_merge(folders, tmp_path, monkeypatch,
         for path, values in zip(paths, states, strict=True):
             save_file(values, path)
     before = listing(tmp_path)
-    real, calls = storage.save_file, []
+    real, calls = storage.write_safetensors, []
 
-    def failing(tensors, path, metadata=None):
+    def failing(path, *rest):
         calls.append(path)
         if len(calls) == (1 if out.endswith("safetensors") else 2):
             Path(path).write_bytes(b"half a file")
             raise error
-        real(tensors, path, metadata)
+        return real(path, *rest)
 
-    monkeypatch.setattr(storage, "save_file", failing)
+    monkeypatch.setattr(storage, "write_safetensors", failing)
     with pytest.raises(type(error)):
         merge(paths, tmp_path / out)
     assert listing(tmp_path) == before
@@ -423,3 +424,33 @@ def test_saved_vectors_are_merged_like_models(folders, tmp_path):
     assert all(torch.equal(read_all(tmp_path / "mixed")[k], v) for k, v in read_all(tmp_path / "plain").items())
     with pytest.raises(ValueError, match="taken from another base"):
         merge([paths[1], tmp_path / "tau.safetensors"], tmp_path / "wrong")
+
+
+# ------------------------------------------------------------------------------------------------ the writer
+
+
+def test_files_are_what_the_library_reads(tmp_path):
+    """Every dtype of the format, odd sizes that misalign, a scalar, an empty tensor, a transposed view."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{code}": torch.randint(0, 2, (3, 5), generator=generator).to(dtype) for code, dtype in writer.CODES.items()
+    }
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "turned \u00e9": torch.randn(3, 4).T}
+    infos = {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in tensors.items()}
+    size = writer.write_safetensors(tmp_path / "x.safetensors", infos, tensors.__getitem__, {"format": "pt"})
+    assert size == sum(value.nbytes for value in tensors.values())
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for key, value in tensors.items():
+        assert loaded[key].dtype == value.dtype
+        bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (loaded[key], value)]
+        assert torch.equal(*bits)
+    assert CheckpointSource(tmp_path / "x.safetensors", "x").infos == infos
+
+
+def test_the_writer_refuses_a_tensor_that_is_not_as_announced(tmp_path):
+    infos = {"w": TensorInfo((2,), torch.float32)}
+    with pytest.raises(ValueError, match=r"'w': expected .*, got \[3\] in torch\.float32"):
+        writer.write_safetensors(tmp_path / "x.safetensors", infos, lambda _: torch.ones(3), {})
+    with pytest.raises(ValueError, match=r"can't hold torch\.complex128"):
+        writer.write_safetensors(tmp_path / "x", {"w": TensorInfo((2,), torch.complex128)}, lambda _: torch.ones(3), {})
