@@ -14,7 +14,7 @@ from cost_mtl.merging.task_vector import TaskVector, combine, gram
 
 __all__ = ["TaskVectorBasis"]
 
-_STEPS = 2000
+_STEPS = 600
 _LR = 0.05
 
 
@@ -98,8 +98,8 @@ def _softmax_encoder(products: Tensor, size: int, seed: int) -> Tensor:
     for _ in range(_STEPS):
         encoder = logits.softmax(dim=1)
         loss = _residual(products, _least_squares_decoder(products, encoder) @ encoder).diagonal().sum()
-        if float(loss) < best:
-            best, best_encoder = float(loss), encoder.detach()
+        if float(loss.detach()) < best:
+            best, best_encoder = float(loss.detach()), encoder.detach()
         (gradient,) = torch.autograd.grad(loss, logits)
         logits.grad = gradient
         optimizer.step()

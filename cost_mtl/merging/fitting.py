@@ -27,8 +27,8 @@ class FitSettings:
     Attributes:
         lr: Adam's learning rate; default 0.01, as published for aTLAS and DV-BASI.
         max_epochs: the budget; default 60, as published.
-        patience: epochs without improvement on the held-out data after which training stops; default 5, as published
-            (where it counts epochs of the training loss).
+        patience: epochs in which the held-out value sets no new minimum of the training's course, after which training
+            stops; default 5, as published (there it is the training loss that is watched).
         clip: largest norm of the gradient; default 1, as published. None clips nothing.
         l1, l2: weights of Σ|c| and Σc² in the loss, for a penalty of one's own choice; default 0.
         weight_decay: AdamW's, default 0: decay pulls the coefficients of a merge towards its start, and what a later
@@ -99,7 +99,7 @@ def fit(
 
     1. Evaluate the starting points (for anisotropic scaling the given coefficients, and zero).
     2. Each epoch: one Adam step per training batch; then the selection value.
-    3. Stop after ``patience`` epochs without improvement, or at the budget; put back the best coefficients.
+    3. Stop after ``patience`` epochs without progress, or at the budget; put back the best coefficients.
 
     So the selection value never ends above where it started. The model runs in eval mode (no dropout, BatchNorm with
     its running statistics), its weights and their ``.grad`` are not touched.
@@ -124,6 +124,8 @@ def fit(
     optimizer = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     starts, best, best_point = _best_start(merged, parameters, evaluate)
     best_epoch, stopped = 0, "budget"
+    # Patience is with the training's own course, which may start above a candidate (λ = 0) and pass below it later.
+    lowest, lowest_epoch = starts[0], 0
     train_losses: list[float] = []
     values: list[float] = []
     for epoch in range(1, settings.max_epochs + 1):
@@ -139,7 +141,9 @@ def fit(
             break
         if values[-1] < best:
             best, best_epoch, best_point = values[-1], epoch, [p.detach().clone() for p in parameters]
-        if epoch - best_epoch >= settings.patience:
+        if values[-1] < lowest:
+            lowest, lowest_epoch = values[-1], epoch
+        if epoch - lowest_epoch >= settings.patience:
             stopped = "patience"
             break
     _put(parameters, best_point)
@@ -160,7 +164,7 @@ def _selection(
         with merged.evaluating(), merged.merged_once():
             if selection is not None:
                 return float(selection(merged))
-            values = [float(loss(merged, batch)) for batch in held_out or ()]
+            values = [_scalar(loss(merged, batch)) for batch in held_out or ()]
         if not values:
             raise ValueError("held_out: expected at least one batch, got none")
         return sum(values) / len(values)
@@ -196,11 +200,12 @@ def _train_epoch(
     for batch in train:
         with torch.enable_grad(), merged.evaluating(), merged.merged_once():
             value = loss(merged, batch)
-            _check_loss(value)
+            values.append(_scalar(value))
+            if not value.requires_grad:
+                raise ValueError("loss: it does not depend on the coefficients; call the model that it is given")
             penalty = sum(settings.l1 * p.abs().sum() + settings.l2 * p.square().sum() for p in parameters)
             # Not backward(): the model's own parameters (heads) would collect gradients that nobody asked for.
             gradients = torch.autograd.grad(value + penalty, parameters, allow_unused=True)
-        values.append(float(value))
         if not math.isfinite(values[-1]):
             break
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -214,14 +219,11 @@ def _train_epoch(
     return sum(values) / len(values)
 
 
-def _check_loss(value: Any) -> None:
+def _scalar(value: Any) -> float:
     if not isinstance(value, Tensor) or value.dim() != 0:
         what = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"loss: expected a scalar tensor, got {what}")
-    if not value.requires_grad:
-        raise ValueError(
-            "loss: it does not depend on the coefficients; call the model that is passed in, with its graph"
-        )
+    return float(value.detach())
 
 
 def _put(parameters: Sequence[Tensor], point: Sequence[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor
@@ -58,9 +59,14 @@ def breadcrumbs(vector: TaskVector, lower: float = 0.85, upper: float = 0.993) -
     def thin(_: str, tau: Tensor) -> Tensor:
         order = tau.abs().reshape(-1).argsort(stable=True)
         count = order.numel()
-        kept = order[int(lower * count) : count - int((1 - upper) * count)]
+        kept = order[_floor(lower * count) : count - _floor((1 - upper) * count)]
         result = torch.zeros_like(tau, memory_format=torch.contiguous_format)
         result.view(-1)[kept] = tau.reshape(-1)[kept]
         return result
 
     return vector.map_blocks(thin)
+
+
+def _floor(share: float) -> int:
+    """⌊share⌋, where 0.2 · 10 computed as (1 − 0.8) · 10 is still 2."""
+    return math.floor(share + 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -27,8 +28,6 @@ class TiedModel(nn.Module):
 
 def perturbed(model: nn.Module, seed: int, size: float = 0.1) -> nn.Module:
     """A copy whose parameters have moved."""
-    import copy
-
     generator = torch.Generator().manual_seed(seed)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -39,7 +38,7 @@ def perturbed(model: nn.Module, seed: int, size: float = 0.1) -> nn.Module:
 
 
 @pytest.fixture
-def perturb() -> Callable[[nn.Module, int], nn.Module]:
+def perturb() -> Callable[..., nn.Module]:
     return perturbed
 
 

@@ -23,10 +23,12 @@ def read(field):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
 
+split = sys.argv.index("then")
+main(sys.argv[1:split])
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the peak starts anew
 before = read("VmRSS")
-code = main(sys.argv[1:])
+code = main(sys.argv[split + 1 :])
 print(read("VmHWM") - before)
 sys.exit(code)
 """
@@ -35,8 +37,20 @@ sys.exit(code)
 def run(*argv):
     # With a fixed threshold the C library gives freed tensors back, so that the peak is what was in use.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", *argv]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    words = [sys.executable, "-c", *argv]
+    return subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+def command(base, models, out, folder):
+    return [
+        "merge",
+        "--base",
+        str(folder / base),
+        "--out",
+        str(folder / out),
+        "--models",
+        *(str(folder / m) for m in models),
+    ]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is read from /proc")
@@ -52,16 +66,11 @@ def test_a_merge_holds_no_more_than_two_shards(tmp_path):
             save_file(tensors, folder / filename, {"format": "pt"})
             weight_map |= dict.fromkeys(tensors, filename)
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    argv = ["merge", "--base", str(tmp_path / "base"), "--out", str(tmp_path / "out"), "--models"]
     # A small merge first: it loads the libraries' code, which is memory too, and none of the merge's.
     small = {key: torch.ones(300, 300).bfloat16() for key in "xy"}
     save_file(small, tmp_path / "small.safetensors")
-    warm = ["merge", "--base", str(tmp_path / "small.safetensors"), "--models", str(tmp_path / "small.safetensors")]
-    warm += ["--out", str(tmp_path / "warm.safetensors")]
-    script = MEASURE.replace(
-        'with open("/proc/self/clear_refs"', f'main({warm!r})\nwith open("/proc/self/clear_refs"', 1
-    )
-    peak = int(run(script, *argv, *(str(tmp_path / name) for name in "abc")))
+    first = command("small.safetensors", ["small.safetensors"], "warm.safetensors", tmp_path)
+    peak = int(run(MEASURE, *first, "then", *command("base", "abc", "out", tmp_path)))
     assert SHARD_BYTES / BLOCKS < peak < 2 * SHARD_BYTES
 
 
