@@ -72,7 +72,7 @@ def _from_scalars(names: list[str], scalars: list[object]) -> TaskLosses:
         if scalar.numel() != 1:
             raise ValueError(f"{EXPECTED}; the loss of task {name!r} is {_describe(scalar)}, not a scalar: reduce it "
                              "to one number first, e.g. with .mean()")  # fmt: skip
-        roots.append(scalar.reshape(()))
+        roots.append(scalar if scalar.dim() == 0 else scalar.reshape(()))
     device = next((root.device for root in roots if root.requires_grad), roots[0].device)
     values = torch.stack([root.detach().to(device, _real_dtype(root)) for root in roots])
     return TaskLosses(tuple(names), values, tuple(root if root.requires_grad else None for root in roots))

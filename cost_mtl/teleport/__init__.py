@@ -3,6 +3,6 @@
 from cost_mtl.teleport.dense import DenseTeleporter
 from cost_mtl.teleport.level_set import LevelSet
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
-from cost_mtl.teleport.transaction import UnrepeatableClosureError
+from cost_mtl.teleport.problem import UnrepeatableClosureError
 
 __all__ = ["DenseTeleporter", "LevelSet", "LoRATeleporter", "NoAdaptableLayerError", "UnrepeatableClosureError"]

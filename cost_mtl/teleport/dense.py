@@ -67,8 +67,8 @@ class DenseTeleporter:
 
     Args:
         objective: ``"auto"`` (default): the conflict objective, or the norm objective where the former has no
-            gradient (opposite or equal gradients) or leads nowhere; ``"conflict"``: the smallest cos(g_i, g_0); ``"norm"``: the
-            balanced gradient norms.
+            gradient (opposite or equal gradients) or leads nowhere; ``"conflict"``: the smallest cos(g_i, g_0);
+            ``"norm"``: the balanced gradient norms.
         solver: settings of the level-set solver.
         acceptance: what the move has to keep and to gain.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from cost_mtl.checkpoint import Progress
 from cost_mtl.evaluation import Evaluation, Thunk
 from cost_mtl.gradients import Layout, combine, gramian
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
-from cost_mtl.teleport.problem import Problem
+from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
 from cost_mtl.teleport.replay import Moment
-from cost_mtl.teleport.transaction import Outcome, UnrepeatableClosureError, attempt, rejected
+from cost_mtl.teleport.transaction import Outcome, attempt, rejected
 from cost_mtl.trajectory import HTR, sigma_for
 from cost_mtl.triggers import TeleportSchedule
 
@@ -34,6 +34,8 @@ class TeleportDriver:
     teleporter: Teleporter | None
     seed: int
     on_teleport: Callable[[TeleportReport], None] | None
+    said: set[str] = field(default_factory=set, repr=False)
+    """Kinds of refusal that the user has been told of."""
 
     def __post_init__(self) -> None:
         if self.trigger is not None and (isinstance(self.trigger, type) or not callable(self.trigger)):
@@ -129,7 +131,9 @@ class TeleportDriver:
         try:
             return self.run(problem, progress, htr, out)
         except REFUSALS as error:
-            warnings.warn(f"no teleport: {error}", stacklevel=5)
+            if type(error).__name__ not in self.said:
+                self.said.add(type(error).__name__)
+                warnings.warn(f"no teleport, here and later (said once): {error}", stacklevel=5)
             return None
         except torch.OutOfMemoryError as error:
             return Outcome(rejected(problem, f"out of memory: {error}"))

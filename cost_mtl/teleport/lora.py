@@ -32,8 +32,8 @@ class LoRATeleporter:
             of the given rank. Its ``target_modules``, where given, choose among the shared layers; a layer on which
             the fresh adapter is not the identity is left out and reported.
         objective: ``"auto"`` (default): the conflict objective, or the norm objective where the former has no
-            gradient (opposite or equal gradients) or leads nowhere; ``"conflict"``: the smallest cos(g_i, g_0); ``"norm"``: the
-            balanced gradient norms, the paper's aim.
+            gradient (opposite or equal gradients) or leads nowhere; ``"conflict"``: the smallest cos(g_i, g_0);
+            ``"norm"``: the balanced gradient norms, the paper's aim.
         solver: settings of the level-set solver.
         acceptance: what the move has to keep and to gain.
         tolerance: shorthand for ``acceptance.tolerance``.

@@ -122,8 +122,7 @@ def relative_change(before: Tensor, after: Tensor) -> float:
     """Largest |L_i' - L_i| / |L_i|; a loss that was exactly 0 has to stay 0 (else inf). NaN counts as inf."""
     change = (after - before).abs()
     relative = torch.where(change == 0, 0.0, change / before.abs())
-    worst = float(relative.nan_to_num(nan=torch.inf).max())
-    return worst
+    return float(torch.where(relative.isnan(), torch.inf, relative).max())
 
 
 def project_out(J: Tensor, u: Tensor, metric: Tensor | None = None) -> Tensor:

@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from cost_mtl.evaluation import Evaluation, Thunk, mean_losses, measure, run
 from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
 from cost_mtl.losses import TaskLosses
 from cost_mtl.parallel import mean_
 from cost_mtl.teleport.replay import Moment
+
+
+class UnrepeatableClosureError(RuntimeError):
+    """The closure can't be evaluated again at other parameters, so no teleport can be verified."""
 
 
 @dataclass
@@ -65,7 +70,14 @@ class Problem:
     def _run(self, batch: int) -> Iterator[TaskLosses]:
         self.moment.restore()
         self.calls += 1
+        began = _now()
         for tasks in run(self.closures[batch], self.model):
+            ages = [_age(root) for root in tasks.roots if root is not None]
+            if any(age is not None and age < began for age in ages):
+                raise UnrepeatableClosureError(
+                    "closure: returned losses that were computed before it was called; compute them inside, so that "
+                    "they can be evaluated at other parameters"
+                )
             if len(tasks) != len(self.losses):
                 raise ValueError(f"closure: returned {len(self.losses)} losses at first, then {len(tasks)}")
             yield tasks
@@ -144,3 +156,16 @@ class Problem:
         with torch.no_grad():
             for p, start in zip(self.params, self.theta, strict=True):
                 p.copy_(start)
+
+
+def _age(root: Tensor | GradientEdge) -> int | None:
+    """Number of the root's node in the order of their making; None for a leaf."""
+    node = root.grad_fn if isinstance(root, Tensor) else root.node
+    return None if node is None else int(node._sequence_nr())
+
+
+def _now() -> int:
+    """The number that the nodes made from now on do not go below."""
+    with torch.enable_grad():
+        age = _age(torch.zeros((), requires_grad=True) + 0.0)
+    return age or 0

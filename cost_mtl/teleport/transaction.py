@@ -17,7 +17,7 @@ from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients import cosines, gramian, norms
 from cost_mtl.parallel import broadcast_
 from cost_mtl.teleport import objective as ob
-from cost_mtl.teleport.problem import Problem
+from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
 from cost_mtl.teleport.snapshot import Structure
 
 REPEATABLE = 1e-3
@@ -25,10 +25,6 @@ REPEATABLE = 1e-3
 
 HALVINGS = 2
 """How often a move whose held-out drift is too large is halved before it is given up."""
-
-
-class UnrepeatableClosureError(RuntimeError):
-    """The closure gives other losses when called again at the same parameters, so no teleport can be verified."""
 
 
 @dataclass(frozen=True)
