@@ -61,14 +61,15 @@ def plot_panels(path: Path, problem: DenseProblem, model: nn.Module, device: str
 def _draw_pair(axes: Sequence[Any], task: str, truth: Tensor, prediction: Tensor, spec: DenseSpec) -> None:
     if task == "segmentation":
         palette = _palette(spec.classes)
-        axes[0].imshow(np.where((truth >= 0)[..., None], palette[truth.clamp(min=0)], 1.0))
-        axes[1].imshow(palette[prediction.argmax(0)])
+        labels = truth.numpy()
+        axes[0].imshow(np.where((labels >= 0)[..., None], palette[labels.clip(min=0)], 1.0))
+        axes[1].imshow(palette[prediction.argmax(0).numpy()])
     elif task == "depth":
         valid = truth[0] != 0
         low, high = (float(truth[0][valid].quantile(q)) for q in (0.01, 0.99)) if valid.any() else (0.0, 1.0)
         scale = {"cmap": "magma" if spec.disparity else "viridis", "vmin": low, "vmax": high}
-        axes[0].imshow(np.where(valid, truth[0], np.nan), **scale)
-        axes[1].imshow(prediction[0], **scale)
+        axes[0].imshow(torch.where(valid, truth[0], torch.nan).numpy(), **scale)
+        axes[1].imshow(prediction[0].numpy(), **scale)
     else:
         valid = (truth != 0).any(0)[..., None].numpy()
         axes[0].imshow(np.where(valid, (truth.permute(1, 2, 0).numpy() + 1) / 2, 1.0))

@@ -113,14 +113,14 @@ class Run:
         total = self.settings.epochs * self.steps_per_epoch
         done = len(self.history) * self.steps_per_epoch
         name = f"{self.row.label}, seed {self.settings.seed}" + (f", {self.tasks[0]}" if len(self.tasks) == 1 else "")
-        with tqdm(total=total, initial=min(done, total), desc=name, unit="step", dynamic_ncols=True) as bar:
+        with tqdm(total=total, initial=done, desc=name, unit="step", dynamic_ncols=True) as bar:
             for epoch in range(len(self.history) + 1, self.settings.epochs + 1):
                 row = self._epoch(epoch, bar)
                 self.history.append(row)
                 self._save()
                 recorder.add(row)
         recorder.close()
-        return self.problem.summary(self.history[: self.settings.epochs], self.tasks)
+        return self.problem.summary(self.history, self.tasks)
 
     def _epoch(self, epoch: int, bar: tqdm[Any]) -> EpochRow:
         started = time.perf_counter()

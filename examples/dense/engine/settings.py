@@ -62,9 +62,9 @@ class TrainSettings:
             raise UserError("--amp fp16: loss scaling needs a CUDA device; bf16 works on a CPU too")
 
     def identity(self) -> dict[str, Any]:
-        """Everything that a checkpoint must agree on before a run may go on from it. The number of epochs is not in
-        it: a finished run can be made longer."""
-        return {key: value for key, value in asdict(self).items() if key not in ("epochs", "tensorboard", "resume")}
+        """Everything that a checkpoint must agree on before a run may go on from it (the number of epochs too: the
+        learning rate's schedule and the first teleport depend on it)."""
+        return {key: value for key, value in asdict(self).items() if key not in ("tensorboard", "resume")}
 
     def evaluates(self, epoch: int) -> bool:
         """Whether epoch (1 the first) is evaluated."""
