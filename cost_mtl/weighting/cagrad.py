@@ -1,65 +1,157 @@
-"""CAGrad."""
+"""CAGrad: the direction near the mean gradient that serves the worst-off task best."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from cost_mtl.base import Solution, SolverReport
+from cost_mtl.base import Solution
+from cost_mtl.weighting._arrays import Array, Arrays
+from cost_mtl.weighting._interior import ITERATIONS, InteriorPoint, on_ball, solve_interior
+from cost_mtl.weighting._problem import (
+    CONVERGED,
+    NOT_CONVERGED,
+    STATIONARY,
+    Answer,
+    Problem,
+    Scale,
+    Solver,
+    check_scale,
+    solve,
+)
+from cost_mtl.weighting._reference import cagrad_reference
 
 __all__ = ["CAGrad"]
 
-
-def _dual(C: NDArray[np.float64], b: NDArray[np.float64], a: NDArray[np.float64], c: float) -> NDArray[np.float64]:
-    """q >= 0 with d = g_0 + G^T q: smoothed dual on the simplex, by mirror descent free interior Newton steps."""
-    K = len(b)
-    x, z, y, mu = np.ones(K) / a.sum(), np.ones(K), 0.0, 1.0
-    for _ in range(100):
-        n = np.sqrt(x @ C @ x + 1e-24)
-        s = C @ x / n
-        grad = b + c * s
-        H = c * (C - np.outer(s, s)) / n + np.diag(z / x)
-        rd = grad - z - y * a
-        solved = np.linalg.solve(H, np.stack([a, -(rd + z - mu * 0.1 / x)], 1))
-        dy = ((1 - a @ x) - a @ solved[:, 1]) / (a @ solved[:, 0])
-        dx = solved[:, 1] + dy * solved[:, 0]
-        dz = -z + (mu * 0.1 - z * dx) / x
-        tp = min(1.0, 0.95 / max(1e-300, float((-dx / x).max())))
-        td = min(1.0, 0.95 / max(1e-300, float((-dz / z).max())))
-        x, z, y = x + tp * dx, z + td * dz, y + td * dy
-        mu = float(x @ z) / K
-        if mu < 1e-15 * n:
-            break
-    return np.asarray(c * x / np.sqrt(x @ C @ x + 1e-24))
+_ACCURATE = 1e-6
+_RIDGE = 1e-8
+_STATIONARY_NORM = 1e-10
+"""Unit gradients that can be combined, with coefficients of norm 1, to a squared norm below this are
+stationary."""
 
 
 @dataclass(frozen=True)
 class CAGrad:
-    """CAGrad (Liu et al. 2021): the official direction times K."""
+    """Conflict-averse gradient descent (Liu et al., NeurIPS 2021, arXiv 2110.14048).
+
+    d = argmax min_i g_i^T d  subject to  ||d - g_0|| <= c ||g_0||,  with g_0 the mean gradient. Through the dual, min
+    over the simplex of g_w^T g_0 + c ||g_0|| ||g_w||, d = g_0 + c ||g_0|| g_w / ||g_w||. The weights w [K] returned
+    give G^T w = K d / (1 + c^2) with the defaults: the official code's direction, times K "to match the sum of the
+    losses".
+
+    Solved to 1e-6 of the terms of the dual at worst, usually 1e-13, which is the residual in the report, with no
+    absolute epsilon: scaling the losses by 1e-8 or 1e8 scales d and leaves w as it is. ||d|| >= (1 - c) ||g_0||; c = 0
+    is the mean gradient; for c -> infinity d points along MGDA's.
+
+    Where the gradients can be combined to zero and c >= 1, the maximum is 0 and reached by many d; the answer is then
+    the one nearest to g_0 that no task objects to, up to 1e-4 of its length, and the status "stationary". The same
+    status with d = g_0 stands for g_0 = 0 up to rounding. Differs from the official code, which stops SciPy's SLSQP at
+    its default tolerance and adds 1e-8 to the norms. A task with a zero gradient takes part in g_0 but not in the
+    minimum.
+
+    Args:
+        c: radius of the ball, c >= 0. 0.4 is the paper's for NYUv2 (CityScapes: 0.4 or 0.6).
+        rescale: 0: d; 1 (default, the official scripts'): d / (1 + c^2); 2: d / (1 + c).
+        scale: ``"tasks"`` (default): times K; ``"raw"``: the direction itself; ``"sum"``, ``"mean"``: weights that sum
+            to K or 1.
+        max_norm: bound on ||G^T w||, None (default) for none.
+        solver: ``"auto"``, ``"host"``, ``"device"`` or the slow reference ``"cvxpy"``.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
 
     c: float = 0.4
     rescale: int = 1
+    scale: Scale = "tasks"
+    max_norm: float | None = None
+    solver: Solver = "auto"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.c) and self.c >= 0):
+            raise ValueError(f"c must be finite and >= 0, got {self.c!r}")
+        if self.rescale not in (0, 1, 2):
+            raise ValueError(f"rescale must be 0, 1 or 2, got {self.rescale!r}")
+        check_scale(self.scale, self.max_norm, self.solver)
+
+    @classmethod
+    def official(cls, c: float = 0.4) -> CAGrad:
+        """The recipe of the authors' scripts: K d / (1 + c^2), no clipping. It is the default."""
+        return cls(c=c)
+
+    @classmethod
+    def libmtl(cls, c: float = 0.5) -> CAGrad:
+        """LibMTL's: d / (1 + c^2) without the factor K, c = 0.5."""
+        return cls(c=c, scale="raw")
 
     def __call__(self, gramian: Tensor) -> Tensor:
+        """Weights [K] for the Gramian [K, K], in its dtype, on its device."""
         return self.solve(gramian).weights
 
     def solve(self, gramian: Tensor) -> Solution:
-        M = gramian.detach().to("cpu", torch.float64).numpy()
-        for i, row in enumerate(M):
-            if not np.isfinite(row[i]):
-                raise ValueError(f"the gradient of task {i} is not finite: M[{i}, {i}] = {row[i]}")
-        K = len(M)
-        present = np.diag(M) > 0
-        w = np.ones(K)
-        sub = M[np.ix_(present, present)]
-        total = sub.sum()
-        if present.any() and total > 0 and self.c > 0:
-            D = np.sqrt(np.diag(sub))
-            q = _dual(sub / np.outer(D, D), sub.sum(1) / D / np.sqrt(total), D.min() / D, self.c)
-            w[present] += np.sqrt(total) * q / D
-        w /= {0: 1.0, 1: 1 + self.c**2, 2: 1 + self.c}[self.rescale]
-        return Solution(torch.from_numpy(w).to(gramian.device, gramian.dtype), SolverReport(0, 0.0))
+        """Weights [K] and how the solve went."""
+        method = partial(_weights, c=self.c, rescale=self.rescale, divide=self.scale == "raw")
+        reference = partial(_reference, c=self.c, rescale=self.rescale, divide=self.scale == "raw")
+        # _weights already has the factor K, so "tasks" is what is left alone.
+        scale: Scale = "raw" if self.scale == "tasks" else self.scale
+        return solve(gramian, method, reference, scale, self.max_norm, self.solver)
+
+
+def _rescaled(w: Array, c: float, rescale: int, divide: bool) -> Array:
+    divisor = (1.0, 1 + c**2, 1 + c)[rescale]
+    return w / (divisor * len(w) if divide else divisor)
+
+
+def _reference(M: Array, c: float, rescale: int, divide: bool) -> Array:
+    return _rescaled(cagrad_reference(M, c), c, rescale, divide)
+
+
+def _weights(problem: Problem, c: float, rescale: int, divide: bool) -> Answer:
+    """1 + (K ||g_0|| / ||g_i||) q_i, rescaled, with q the multipliers of the unit gradients:
+    d / ||g_0|| = g_0 / ||g_0|| + sum_i q_i g_i / ||g_i||."""
+    arrays, M = problem.arrays, problem.M
+    K = len(M)
+    if c == 0:
+        zero = arrays.scalar(0.0)
+        return Answer(_rescaled(M[0] * 0 + 1, c, rescale, divide), zero, zero, arrays.scalar(CONVERGED))
+    diagonal = M.diagonal()
+    present = diagonal > 0
+    norms = arrays.where(present, diagonal, 1.0) ** 0.5
+    inverse = arrays.where(present, 1 / norms, 0.0)
+    row_sums = M.sum(0)
+    total = row_sums.sum()
+    # The sum of the gradients, from entries that are rounded: below this it is noise.
+    tiny = 8 * K * problem.noise * (arrays.where(present, norms, 0.0).sum()) ** 2
+    degenerate = total <= tiny
+    length = arrays.where(degenerate, 1.0, total) ** 0.5
+    b = arrays.where(present, row_sums * inverse / length, 1.0)
+    smallest = arrays.where(present, norms, norms.max()).min()
+    a = arrays.where(present, smallest / norms, 1e-30)
+    C = arrays.add_diagonal(inverse[:, None] * M * inverse, arrays.where(present, 1e-15 * K, 1.0))
+
+    if arrays.stop(degenerate):
+        point = InteriorPoint(a * 0, arrays.scalar(0.0), arrays.scalar(0.0), arrays.scalar(0))
+        unique = degenerate
+    else:
+        point, unique = _solve_ball(arrays, C, b, a, c, 4 * K * problem.noise)
+    q = arrays.where(present & ~degenerate, point.q, 0.0)
+    code = arrays.where(point.error < _ACCURATE, CONVERGED, NOT_CONVERGED)
+    code = arrays.where(unique & ~degenerate, code, STATIONARY)
+    w = _rescaled(1 + length * inverse * q, c, rescale, divide)
+    return Answer(w, arrays.where(degenerate, 0.0, point.error), point.iterations, code)
+
+
+def _solve_ball(arrays: Arrays, C: Array, b: Array, a: Array, c: float, noise: float) -> tuple[InteriorPoint, Array]:
+    """The multipliers, and whether they are those of C itself or of C + ridge (see the class, "stationary")."""
+    exact = solve_interior(arrays, C, b, a, on_ball(arrays, C, c), 1e-13, ITERATIONS)
+    q = exact.q
+    unique = (exact.error < _ACCURATE) & (q @ (C @ q) > max(_STATIONARY_NORM, noise) * (q @ q))
+    if arrays.stop(unique):
+        return exact, unique
+    blurred = arrays.add_diagonal(C, a * 0 + max(_RIDGE, noise))
+    other = solve_interior(arrays, blurred, b, a, on_ball(arrays, blurred, c), 1e-13, ITERATIONS)
+    picked = (arrays.pick(unique, x, y) for x, y in zip(exact, other, strict=True))
+    return InteriorPoint(*picked), unique

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cost_mtl.base import SolvingWeighting, State, StatefulWeighting, Weighed, WeightingInputs
 from cost_mtl.weighting import torchjd_adapter
+from cost_mtl.weighting._checks import checked_weights
 
 __all__ = ["resolve"]
 
@@ -31,7 +31,9 @@ def resolve(weighting: Any) -> StatefulWeighting:
             Weighting of Jacobians (which would return a wrong [K] vector without a word).
     """
     if inspect.isclass(weighting):
-        raise TypeError(f"weighting must be an instance, got the class {weighting.__name__}: write {weighting.__name__}()")
+        raise TypeError(
+            f"weighting must be an instance, got the class {weighting.__name__}: write {weighting.__name__}()"
+        )
     if isinstance(weighting, str):
         raise TypeError(f"weighting must be an object, not a name, got {weighting!r}: for example cost_mtl.FairGrad()")
     if isinstance(weighting, StatefulWeighting):
@@ -47,25 +49,6 @@ def resolve(weighting: Any) -> StatefulWeighting:
         f"weighting must be a callable gramian [K, K] -> weights [K] or a StatefulWeighting, "
         f"got {type(weighting).__name__}"
     )
-
-
-def checked_weights(weights: Any, gramian: Tensor, name: str) -> Tensor:
-    """A detached copy of ``weights`` [K] in M's dtype and on its device; ``name`` says who made them.
-
-    Raises:
-        TypeError: not a real tensor.
-        ValueError: not of shape [K], or (on the CPU, where looking costs nothing) not finite.
-    """
-    if not isinstance(weights, Tensor) or weights.is_complex():
-        raise TypeError(f"{name} must return a real tensor of weights [K], got {type(weights).__name__}")
-    num_tasks = gramian.shape[0]
-    if weights.shape != (num_tasks,):
-        raise ValueError(f"{name} must return weights of shape [{num_tasks}], got {list(weights.shape)}")
-    weights = weights.detach()
-    if weights.device.type == "cpu" and not bool(torch.isfinite(weights).all()):
-        bad = torch.nonzero(~torch.isfinite(weights)).flatten().tolist()
-        raise ValueError(f"{name} returned weights that are not finite for task(s) {bad}: {weights.tolist()}")
-    return weights.to(gramian.device, gramian.dtype, copy=True)
 
 
 def _name(weighting: Any) -> str:

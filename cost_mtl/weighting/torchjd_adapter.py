@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_mtl.base import State, Weighed, WeightingInputs
+from cost_mtl.weighting._checks import checked_weights
 
 __all__ = ["TorchJDWeighting", "is_torchjd", "refuse_unless_of_gramians"]
 
@@ -137,8 +138,6 @@ class TorchJDWeighting:
         return callable(getattr(self.weighting, "reset", None))
 
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
-        from cost_mtl.weighting.resolve import checked_weights
-
         gramian = inputs.gramian
         name = f"weighting {type(self.weighting).__name__} (torchjd)"
         if not self._stateful:

@@ -1,0 +1,71 @@
+"""What comes in as a Gramian and what comes out as weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["check_shape", "checked_weights", "host_matrix"]
+
+
+def check_shape(gramian: Tensor) -> None:
+    """Raises unless the argument is a real floating-point tensor [K, K]."""
+    if not isinstance(gramian, Tensor):
+        raise TypeError(f"the Gramian must be a tensor [K, K], got {type(gramian).__name__}")
+    if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1] or gramian.shape[0] == 0:
+        raise ValueError(f"the Gramian must be a matrix [K, K] with K >= 1, got shape {list(gramian.shape)}")
+    if not gramian.is_floating_point():
+        raise TypeError(f"the Gramian must be of a floating-point dtype, got {gramian.dtype}")
+
+
+def host_matrix(gramian: Tensor, noise: float) -> NDArray[np.float64]:
+    """The checked Gramian as a symmetric float64 array.
+
+    Raises:
+        ValueError: an entry is NaN or infinite (the tasks are named), or the matrix is no Gramian: not symmetric, a
+            negative diagonal entry, or |M_ij| > sqrt(M_ii M_jj) beyond rounding.
+    """
+    M: NDArray[np.float64] = gramian.detach().to("cpu", torch.float64).numpy()
+    diagonal = M.diagonal()
+    if not np.isfinite(M).all():
+        bad = np.flatnonzero(~np.isfinite(diagonal))
+        tasks = bad if len(bad) else np.flatnonzero(~np.isfinite(M).all(axis=1))
+        raise ValueError(f"the Gramian is not finite (NaN or inf): look at the gradient of task(s) {tasks.tolist()}")
+    if diagonal.min() < 0:
+        raise ValueError(f"not a Gramian: the diagonal entry of task {int(diagonal.argmin())} is {diagonal.min():g}")
+    tolerance = max(1e-6, 64 * noise)
+    norms = np.sqrt(diagonal)
+    bound = norms[:, None] * norms
+    smallest = np.finfo(np.float64).tiny if gramian.dtype == torch.float64 else torch.finfo(gramian.dtype).tiny
+    if (np.abs(M - M.T) > tolerance * bound + smallest).any():
+        raise ValueError("not a Gramian: the matrix is not symmetric")
+    if (np.abs(M) > (1 + tolerance) * bound + smallest).any():
+        i, j = np.unravel_index(int((np.abs(M) - bound).argmax()), M.shape)
+        raise ValueError(
+            f"not a Gramian: |M[{i}, {j}]| = {abs(M[i, j]):g} exceeds the product of norms {bound[i, j]:g}"
+        )
+    return np.asarray((M + M.T) / 2)
+
+
+def checked_weights(weights: Any, gramian: Tensor, name: str) -> Tensor:
+    """A detached copy of ``weights`` [K] in M's dtype and on its device; ``name`` says who made them.
+
+    Raises:
+        TypeError: not a real tensor.
+        ValueError: not of shape [K], or (on the CPU, where looking costs nothing) not finite.
+    """
+    if not isinstance(weights, Tensor) or weights.is_complex():
+        raise TypeError(f"{name} must return a real tensor of weights [K], got {type(weights).__name__}")
+    num_tasks = gramian.shape[0]
+    if weights.shape != (num_tasks,):
+        raise ValueError(f"{name} must return weights of shape [{num_tasks}], got {list(weights.shape)}")
+    weights = weights.detach()
+    if weights.device.type == "cpu" and not bool(torch.isfinite(weights).all()):
+        bad = torch.nonzero(~torch.isfinite(weights)).flatten().tolist()
+        raise ValueError(f"{name} returned weights that are not finite for task(s) {bad}: {weights.tolist()}")
+    checked: Tensor = weights.to(gramian.device, gramian.dtype, copy=True)
+    return checked

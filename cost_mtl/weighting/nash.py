@@ -1,0 +1,61 @@
+"""Nash-MTL: the task gradients bargain over the direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from cost_mtl.base import Solution
+from cost_mtl.weighting._fairness import solve_fairness
+from cost_mtl.weighting._problem import Scale, Solver, check_scale, solve
+from cost_mtl.weighting._reference import fairness_reference
+
+__all__ = ["NashMTL"]
+
+
+@dataclass(frozen=True)
+class NashMTL:
+    """Nash-MTL (Navon et al., ICML 2022, arXiv 2202.01017): M w = 1/w elementwise (their Eqn 2).
+
+    The same equation as FairGrad's at alpha = 1, and the same solver: relative residual max_i |w_i (M w)_i - 1| below
+    1e-6, usually 1e-13, where the authors take up to 20 rounds of a conic solver. The direction of an exact solution
+    has the norm sqrt(K), whatever the scale of the losses: M -> s M gives w -> w / sqrt(s). With two tasks at angle
+    phi, w_i = 1 / (||g_i|| sqrt(1 + cos phi)).
+
+    Near a Pareto-stationary point, and for tasks with zero gradients, the answer is the one that
+    :class:`~cost_mtl.weighting.fairgrad.FairGrad` describes.
+
+    Args:
+        scale: ``"raw"`` (default): the solution itself; ``"tasks"``: times K; ``"sum"``, ``"mean"``: weights that sum
+            to K or to 1.
+        max_norm: bound on ||G^T w||, None (default) for none. The authors' is 1; since ||G^T w|| = sqrt(K), it always
+            acts for K > 1.
+        solver: ``"auto"``, ``"host"``, ``"device"`` or the slow reference ``"cvxpy"``.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    scale: Scale = "raw"
+    max_norm: float | None = None
+    solver: Solver = "auto"
+
+    def __post_init__(self) -> None:
+        check_scale(self.scale, self.max_norm, self.solver)
+
+    @classmethod
+    def official(cls) -> NashMTL:
+        """The recipe of the authors' scripts: the direction clipped to norm 1. They also weight the tasks' own
+        parameters, which is ``COST(heads="weighted")``."""
+        return cls(max_norm=1.0)
+
+    def __call__(self, gramian: Tensor) -> Tensor:
+        """Weights [K] for the Gramian [K, K], in its dtype, on its device."""
+        return self.solve(gramian).weights
+
+    def solve(self, gramian: Tensor) -> Solution:
+        """Weights [K] and how the solve went."""
+        method, reference = partial(solve_fairness, alpha=1.0), partial(fairness_reference, alpha=1.0)
+        return solve(gramian, method, reference, self.scale, self.max_norm, self.solver)
