@@ -18,6 +18,9 @@ MARGIN = 0.05
 AIM_NORM = 0.1
 """Relative rise of the balanced gradient norms that the norm objective aims for."""
 
+SOFTNESS = 0.03
+"""Difference of two cosines at which the larger one counts 1/e as much in the conflict objective."""
+
 DEGENERATE = 0.2
 """Sine of the angle between g_i and g_0 below which the conflict objective has (nearly) no gradient: at exactly
 opposite or exactly equal directions a cosine is at its extremum."""
@@ -48,23 +51,29 @@ def order(objective: str, M: Tensor) -> tuple[str, ...]:
     return ("conflict", "norm") if (1 - c * c) ** 0.5 >= DEGENERATE else ("norm", "conflict")
 
 
-def conflict_coefficients(M: Tensor) -> Tensor:
-    """A [K, K] of phi = min_i cos(g_i, g_0).
+def near_worst(M: Tensor) -> Tensor:
+    """Weights p [K], summing to 1, of the tasks whose cosine is near the smallest: a soft minimum, cut to the few that
+    matter. Raising one cosine alone would only hand its place to the next one."""
+    c = torch.where(norms(M) > 0, cosines(M), torch.inf)
+    p = torch.exp(-(c - c.min()) / SOFTNESS)
+    p = torch.where(p >= 0.1, p, 0.0)
+    return p / p.sum()
 
-    With c = cos(g_i, g_0) of the worst task i and unit vectors e: d phi / d g_0 = (e_i - c e_0) / ||g_0|| reaches
-    every g_j with 1/K, and g_i itself with (e_0 - c e_i) / ||g_i|| as well.
+
+def conflict_coefficients(M: Tensor) -> Tensor:
+    """A [K, K] of phi = sum_i p_i cos(g_i, g_0), p from :func:`near_worst` and constant.
+
+    With c_i = cos(g_i, g_0) and unit vectors e: d cos_i / d g_0 = (e_i - c_i e_0) / ||g_0|| reaches every g_j with
+    1/K, and g_i itself with (e_0 - c_i e_i) / ||g_i|| as well.
     """
     K = len(M)
-    i = worst_task(M)
-    n_i = norms(M)[i]
+    p, c, n = near_worst(M), cosines(M), norms(M)
     n_0 = M.sum().clamp_min(0).sqrt() / K
-    c = cosines(M)[i]
-    A = torch.zeros_like(M)
-    A[:, i] += 1 / (K * n_0 * n_i)
-    A -= c / (K * K * n_0**2)
-    A[i] += 1 / (K * n_0 * n_i)
-    A[i, i] -= c / n_i**2
-    return A
+    q = torch.where(n > 0, p / torch.where(n > 0, n, 1.0), 0.0)
+    through_mean = q / (K * n_0) - (p * c).sum() / (K * K * n_0**2)
+    itself = q / (K * n_0)
+    A = through_mean.expand(K, K) + itself[:, None]
+    return A - torch.diag(torch.where(n > 0, q * c / torch.where(n > 0, n, 1.0), 0.0))
 
 
 def norm_coefficients(M: Tensor) -> Tensor:
@@ -104,7 +113,7 @@ def share_of_least(objective: str, rise: float, M: Tensor, rule: Acceptance) -> 
 
 def group_rows(A: Tensor) -> list[tuple[Tensor, list[int]]]:
     """Distinct non-zero rows of A with the tasks that share each: one perturbed evaluation serves a whole group
-    (under the conflict objective all tasks but the worst share one)."""
+    (under the conflict objective all tasks but the worst ones share one)."""
     groups: list[tuple[Tensor, list[int]]] = []
     for j, row in enumerate(A):
         if not bool((row != 0).any()):

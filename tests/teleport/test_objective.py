@@ -13,12 +13,21 @@ def gradients(K=4, m=9, *, seed=0):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_conflict_coefficients_are_the_derivative_of_the_smallest_cosine(seed):
+def test_conflict_coefficients_are_the_derivative_of_the_smallest_cosines(seed):
     G = gradients(seed=seed).requires_grad_()
-    phi = torch.cosine_similarity(G, G.mean(dim=0, keepdim=True)).min()
-    (want,) = torch.autograd.grad(phi, G)
     M = (G @ G.T).detach()
+    phi = (ob.near_worst(M) * torch.cosine_similarity(G, G.mean(dim=0, keepdim=True))).sum()
+    (want,) = torch.autograd.grad(phi, G)
     torch.testing.assert_close(ob.conflict_coefficients(M) @ G.detach(), want, rtol=1e-9, atol=1e-12)
+
+
+def test_near_worst_is_the_worst_alone_unless_others_are_close():
+    alone = torch.tensor([[1.0, -0.5, 0.0], [-0.5, 4.0, 0.0], [0.0, 0.0, 4.0]], dtype=torch.float64)
+    assert ob.near_worst(alone).tolist() == [1.0, 0.0, 0.0]
+    close = gradients(2)[[0, 1, 0]] * torch.tensor([[1.0], [1.0], [1.01]], dtype=torch.float64)
+    p = ob.near_worst(close @ close.T)
+    assert float(p.sum()) == pytest.approx(1.0)
+    assert int((p > 0).sum()) in (1, 2)
 
 
 def test_norm_coefficients_are_the_derivative_of_the_balanced_log_norms():
@@ -47,8 +56,9 @@ def test_tasks_without_gradient_take_no_part():
 
 def test_one_evaluation_serves_all_tasks_but_the_worst():
     M = gradients(K=6) @ gradients(K=6).T
+    worst = int((ob.near_worst(M) > 0).sum())
     groups = ob.group_rows(ob.conflict_coefficients(M))
-    assert sorted(len(tasks) for _, tasks in groups) == [1, 5]
+    assert sorted(len(tasks) for _, tasks in groups) == [1] * worst + [6 - worst]
     assert len(ob.group_rows(ob.norm_coefficients(M))) == 6
 
 
