@@ -62,6 +62,7 @@ class DenseProblem:
         self.name = spec.name
         self.tasks: tuple[str, ...] = spec.tasks
         self.metrics: tuple[Metric, ...] = spec.metrics
+        self.shown = self.metrics
         self.splits = ("val",)
         self._loaders: dict[object, DataLoader[dict[str, Tensor]]] = {}
 

@@ -157,15 +157,19 @@ def run_all(
         histories = _histories(out, row, args.seeds, problem.tasks)
         results.append(Result(row.label, seeds, "stl" if row.word == STL else "mtl", _teleports(row, histories)))
         table = build_table(
-            problem.metrics, [*report.extra, *results], published=report.published, comparable=report.comparable,
+            problem.metrics,
+            [*report.extra, *results],
+            shown=problem.shown,
+            published=report.published,
+            comparable=report.comparable,
             caption=report.caption,
-        )  # fmt: skip
+        )
         write_table(out, table, results)
     print((out / "table.md").read_text().split("\n\nPublished rows")[0])
     lines = {result.label: _means(result, problem) for result in (*report.extra, *results) if result.kind != "mtl"}
     curves = {row.label: _histories(out, row, args.seeds, problem.tasks) for row in rows if row.word != STL}
     if curves:
-        plot_metrics(out / "metrics.png", curves, problem.metrics, report.split, lines=lines, title=report.caption[0])
+        plot_metrics(out / "metrics.png", curves, problem.shown, report.split, lines=lines, title=report.caption[0])
     print(f"wrote {out}/table.md, table.csv, results.json" + (", metrics.png" if curves else ""))
     return rows
 
@@ -205,4 +209,4 @@ def _teleports(row: Row, histories: Sequence[Sequence[EpochRow]]) -> tuple[int, 
 
 
 def _means(result: Result, problem: Problem) -> dict[str, float]:
-    return {metric.name: sum(result.values(metric.name)) / len(result.seeds) for metric in problem.metrics}
+    return {metric.name: sum(result.values(metric.name)) / len(result.seeds) for metric in problem.shown}

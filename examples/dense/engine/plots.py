@@ -15,6 +15,8 @@ __all__ = ["COLOURS", "new_figure", "plot_metrics", "save_figure"]
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D31", "#000000")
 """Okabe and Ito's palette: apart for colour-blind readers too."""
+_MOST_TASKS = 12
+"""With more tasks than this their training losses share one panel."""
 _STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
 
 Curves = Mapping[str, Sequence[Sequence[EpochRow]]]
@@ -60,6 +62,7 @@ def plot_metrics(
         title: above the panels.
     """
     tasks = list(dict.fromkeys(task for runs in curves.values() for run in runs for row in run for task in row.train))
+    tasks = tasks if len(tasks) <= _MOST_TASKS else [f"mean of {len(tasks)} tasks"]
     panels = len(metrics) + len(tasks)
     columns = min(4, panels)
     rows = math.ceil(panels / columns)
@@ -72,7 +75,7 @@ def plot_metrics(
                 axis.axhline(values[metric.name], color="0.35", linestyle=style, linewidth=1.1, label=name)
         axis.set_title(metric.label)
     for axis, task in zip(axes[len(metrics) :], tasks, strict=False):
-        _curves(axis, curves, lambda row, name=task: row.train.get(name, math.nan))
+        _curves(axis, curves, lambda row, name=task: row.train.get(name, np.mean(list(row.train.values()))))
         axis.set_title(f"training loss: {task}")
         low, high = axis.get_ylim()
         if low > 0 and high > 5 * low:

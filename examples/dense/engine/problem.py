@@ -80,13 +80,15 @@ class Problem(Protocol):
     Attributes:
         name: of the published tables and the default output folder.
         tasks: in the order of the losses.
-        metrics: the table's columns.
+        metrics: what MR and Delta m are made of.
+        shown: the table's columns and the plot's panels.
         splits: what is evaluated after an epoch.
     """
 
     name: str
     tasks: tuple[str, ...]
     metrics: tuple[Metric, ...]
+    shown: tuple[Metric, ...]
     splits: tuple[str, ...]
 
     def model(self, tasks: Sequence[str]) -> nn.Module:

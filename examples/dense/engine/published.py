@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import numpy as np
 from dense.engine.scores import delta_m, delta_m_interval, mean_rank_interval
 from dense.errors import UserError
 
-__all__ = ["BASELINES", "Finding", "PublishedRow", "PublishedTable", "audit", "load_published"]
+__all__ = ["BASELINES", "Finding", "PublishedRow", "PublishedTable", "audit", "load_celeba", "load_published"]
 
 FOLDER = Path(__file__).resolve().parents[2] / "published"
 BASELINES = ("STL", "Independent")
@@ -20,7 +22,7 @@ BASELINES = ("STL", "Independent")
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One printed row: values in the order of the table's metrics, None where the paper prints nothing."""
+    """One printed row: values in the order of the table's metrics (none where only MR and Delta m are printed)."""
 
     method: str
     values: tuple[float, ...]
@@ -62,6 +64,10 @@ class PublishedTable:
         """Rows of one printed table, the baseline left out."""
         return [row for row in self.rows if row.source == source and row.method not in BASELINES]
 
+    def value(self, row: PublishedRow, metric: str) -> float:
+        """A printed value; NaN where the table has no such column or the paper prints nothing."""
+        return row.values[self.metrics.index(metric)] if metric in self.metrics and row.values else math.nan
+
     def delta_m(self, row: PublishedRow) -> float:
         """Delta m of a row, recomputed."""
         return delta_m(row.values, self.baseline.values, self.higher_is_better)
@@ -73,11 +79,7 @@ def load_published(name: str, folder: Path = FOLDER) -> PublishedTable:
     Raises:
         UserError: if the file is not there.
     """
-    path = folder / f"{name}.csv"
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; copy examples/published together with the scripts")
-    with path.open(newline="") as file:
-        raw = list(csv.DictReader(file))
+    raw = _read(folder / f"{name}.csv")
     columns = _metric_columns(raw[0])
     rows = tuple(
         PublishedRow(
@@ -97,6 +99,39 @@ def load_published(name: str, folder: Path = FOLDER) -> PublishedTable:
     }
     names = tuple(column.removesuffix("_up").removesuffix("_down") for column in columns)
     return PublishedTable(names, tuple(column.endswith("_up") for column in columns), rows, decimals)
+
+
+def load_celeba(attributes: Sequence[str], folder: Path = FOLDER) -> PublishedTable:
+    """CelebA: the two rows whose F1 per attribute are known (with their mean as a last column), and the summary rows.
+
+    Args:
+        attributes: the 40 names, in the order of ``list_attr_celeba.txt``.
+        folder: of the CSV files.
+    """
+    per_attribute = _read(folder / "celeba_f1_per_attribute.csv")
+    rows = []
+    for method in ("STL", "FairGrad"):
+        values = [float(row[f"{method.lower()}_test_f1"]) for row in per_attribute]
+        source = "F1 per attribute, " + per_attribute[0]["source"]
+        rows.append(PublishedRow(method, (*values, sum(values) / len(values)), None, None, None, source, ""))
+    rows += [
+        PublishedRow(
+            row["method"], (), _number(row["MR"]), _number(row["delta_m_pct"]), _number(row["delta_m_std"]),
+            row["source"], row["note"],
+        )
+        for row in _read(folder / "celeba_qm9_summary.csv")
+        if row["dataset"] == "CelebA"
+    ]  # fmt: skip
+    metrics = (*attributes, "f1")
+    decimals = {row.source: (7,) * len(metrics) for row in rows}
+    return PublishedTable(metrics, (True,) * len(metrics), tuple(rows), decimals)
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; copy examples/published together with the scripts")
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 @dataclass(frozen=True)

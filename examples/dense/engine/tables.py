@@ -129,6 +129,7 @@ def build_table(
     metrics: Sequence[Metric],
     results: Sequence[Result],
     *,
+    shown: Sequence[Metric] | None = None,
     published: PublishedTable | None = None,
     comparable: bool = True,
     caption: Sequence[str] = (),
@@ -136,19 +137,21 @@ def build_table(
     """Means ± standard errors over seeds, MR among the multi-task rows, Delta m against the own single-task row.
 
     Args:
-        metrics: the columns.
+        metrics: what MR and Delta m are made of.
         results: own rows, in order.
+        shown: the columns, where they are not ``metrics`` (CelebA has 40 of those).
         published: rows of the papers, or None.
         comparable: the runs used the published data set; otherwise the published single-task row is no stand-in for
             a missing own one, and the caption says that the rows cannot be compared.
         caption: lines above the table.
     """
+    columns = tuple(metrics if shown is None else shown)
     reference = _reference(metrics, results, published if comparable else None)
     ranks = _ranks(metrics, results)
     own = tuple(
         Line(
             result.label,
-            tuple(Cell(*mean_and_error(result.values(metric.name))) for metric in metrics),
+            tuple(Cell(*mean_and_error(result.values(column.name))) for column in columns),
             ranks.get(result.label, math.nan),
             _delta(metrics, result, reference),
             OWN,
@@ -163,7 +166,7 @@ def build_table(
         lines.append("Mean ± standard error over seeds.")
     if published is not None and not comparable:
         lines.append("**The data are not the papers': these rows cannot be compared with the published ones.**")
-    return Table(tuple(metrics), own, _published(metrics, published), tuple(lines))
+    return Table(columns, own, _published(columns, published), tuple(lines))
 
 
 def _reference(
@@ -209,11 +212,10 @@ def _note(result: Result) -> str:
 def _published(metrics: Sequence[Metric], table: PublishedTable | None) -> tuple[Line, ...]:
     if table is None:
         return ()
-    columns = [table.metrics.index(metric.name) for metric in metrics]
     return tuple(
         Line(
             row.method,
-            tuple(Cell(row.values[column]) for column in columns),
+            tuple(Cell(table.value(row, metric.name)) for metric in metrics),
             math.nan if row.mean_rank is None else row.mean_rank,
             Cell(
                 math.nan if row.delta_m is None or row.method in BASELINES else row.delta_m,
