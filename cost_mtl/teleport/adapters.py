@@ -28,8 +28,9 @@ class AdapterSpace:
     other module, and a layer that is used under several names gets one adapter in all of them.
     """
 
-    def __init__(self, problem: TeleportProblem, layers: Sequence[Layer], tuner: Any) -> None:
+    def __init__(self, problem: TeleportProblem, layers: Sequence[Layer], tuner: Any, *, plain_lora: bool) -> None:
         self.problem = problem
+        self.plain_lora = plain_lora
         self.layers = list(layers)
         self.tuner = tuner
         self.theta = [p.detach().clone() for p in problem.params]
@@ -38,7 +39,24 @@ class AdapterSpace:
         self.origin = self.layout.flatten(self.variables)
 
     def gradients(self, batch: int) -> tuple[Tensor, Tensor]:
+        if batch == 0 and self.plain_lora:
+            return self.problem.losses, self._from_dense(self.problem.gradients)
         return self.problem.evaluate_gradients(batch, wrt=self.variables)
+
+    def _from_dense(self, G: Tensor) -> Tensor:
+        """Gradients [K, n] at a fresh LoRA adapter (B = 0) from those of the weights, without an evaluation:
+        W + s B A gives dL/dB = s (dL/dW) A^T and dL/dA = 0."""
+        source = Layout(self.problem.params)
+        J = torch.zeros(len(G), self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
+        for layer in self.layers:
+            wrapped = self.tuner.model.get_submodule(layer.name)
+            A, B = wrapped.lora_A[ADAPTER].weight, wrapped.lora_B[ADAPTER].weight
+            k, j = source.index[id(layer.module.weight)], self.layout.index[id(B)]
+            for row, target in zip(G, J, strict=True):
+                dW = source.view(row, k).flatten(1)
+                dB = wrapped.scaling[ADAPTER] * (dW @ A.detach().to(dW.dtype).flatten(1).T)
+                self.layout.view(target, j).copy_(dB.view_as(B))
+        return J
 
     def gradients_at(self, delta: Tensor, batch: int, tasks: list[int]) -> Tensor:
         with self.problem.at(delta):
@@ -88,9 +106,15 @@ class AdapterSpace:
 
 
 @contextmanager
-def adapters(problem: TeleportProblem, layers: Sequence[Layer], config: Any) -> Iterator[AdapterSpace]:
+def adapters(
+    problem: TeleportProblem, layers: Sequence[Layer], config: Any, *, plain_lora: bool = False
+) -> Iterator[AdapterSpace]:
     """Adapters on the given layers, seeded by ``problem.generator``; whatever happens, the model comes out with the
-    modules, flags and storages it had."""
+    modules, flags and storages it had.
+
+    Args:
+        plain_lora: ``config`` is LoRA as it comes, W + s B A with B = 0 at first.
+    """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
     config = copy.deepcopy(config)
@@ -106,7 +130,7 @@ def adapters(problem: TeleportProblem, layers: Sequence[Layer], config: Any) -> 
             wrapped.train(layer.module.training)
             for parent, child in layer.places:
                 parent._modules[child] = wrapped
-        yield AdapterSpace(problem, layers, tuner)
+        yield AdapterSpace(problem, layers, tuner, plain_lora=plain_lora)
     finally:
         for layer in layers:
             for parent, child in layer.places:
@@ -130,32 +154,45 @@ def _tree(layers: Sequence[Layer]) -> nn.Module:
     return root
 
 
-def unfit_layers(space: AdapterSpace) -> dict[str, str]:
+def refused_layers(problem: TeleportProblem, layers: Sequence[Layer], config: Any) -> dict[str, str]:
+    """Layers that PEFT itself refuses (sizes that its blocks do not divide, say), tried one at a time."""
+    reasons: dict[str, str] = {}
+    for layer in layers:
+        try:
+            with adapters(problem, [layer], config):
+                pass
+        except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+            reasons[layer.name] = f"PEFT refuses it: {error}"
+    return reasons
+
+
+def unfit_layers(problem: TeleportProblem, layers: Sequence[Layer], config: Any) -> dict[str, str]:
     """Layers whose fresh adapter is not the identity on the current batch's real activations, or is never called.
 
     PEFT's OFT, for one, is far from the identity on convolutions with a kernel larger than 1.
     """
-    reasons: dict[str, str] = {}
-    called: set[str] = set()
-    handles = []
-    for layer in space.layers:
-        wrapped = space.tuner.model.get_submodule(layer.name)
+    reasons = {layer.name: "its forward is not called" for layer in layers}
+    with adapters(problem, layers, config) as space:
+        handles = [
+            space.tuner.model.get_submodule(layer.name).register_forward_hook(_identity_check(layer, reasons))
+            for layer in layers
+        ]
+        try:
+            problem.evaluate(0)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return {name: reason for name, reason in reasons.items() if reason}
 
-        def check(module: Any, args: Any, out: Tensor, name: str = layer.name, base: nn.Module = layer.module) -> None:
-            called.add(name)
-            with torch.no_grad():
-                plain = type(base).forward(base, *args)
-                error = (out - plain).abs().max() / plain.abs().max().clamp_min(1e-30)
-            if not float(error) <= IDENTITY_TOLERANCE * (10 if out.dtype.itemsize < 4 else 1):
-                reasons[name] = f"its fresh adapter is not the identity (output differs by {float(error):.1e})"
 
-        handles.append(wrapped.register_forward_hook(check))
-    try:
-        space.problem.evaluate(0)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for layer in space.layers:
-        if layer.name not in called:
-            reasons[layer.name] = "its forward is not called"
-    return reasons
+def _identity_check(layer: Layer, reasons: dict[str, str]) -> Any:
+    def check(module: Any, args: Any, out: Tensor) -> None:
+        with torch.no_grad():
+            plain = type(layer.module).forward(layer.module, *args)
+            error = float((out - plain).abs().max() / plain.abs().max().clamp_min(1e-30))
+        if reasons[layer.name] == "its forward is not called":
+            reasons[layer.name] = ""
+        if not error <= IDENTITY_TOLERANCE * (10 if out.dtype.itemsize < 4 else 1):
+            reasons[layer.name] = f"its fresh adapter is not the identity (output differs by {error:.1e})"
+
+    return check

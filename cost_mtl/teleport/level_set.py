@@ -65,6 +65,7 @@ class LevelSet:
         epsilon: finite-difference displacement relative to ||theta||. Default 0.01: small enough for the curvature,
             large enough for float32 and bf16 gradients.
         constraints: earlier batches whose losses are kept as well, beside the current one, where COST has them.
+            Default 2: each costs about an ordinary step and lowers the drift on batches that no move was fitted on.
     """
 
     length: float = 0.3
@@ -72,7 +73,7 @@ class LevelSet:
     corrections: int = 2
     halvings: int = 6
     epsilon: float = 0.01
-    constraints: int = 1
+    constraints: int = 2
 
     def __post_init__(self) -> None:
         for name in ("length", "shortest", "epsilon"):

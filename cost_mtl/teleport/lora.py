@@ -9,7 +9,7 @@ from torch import nn
 
 from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport import objective as ob
-from cost_mtl.teleport.adapters import adapters, unfit_layers
+from cost_mtl.teleport.adapters import adapters, refused_layers, unfit_layers
 from cost_mtl.teleport.layers import Layer, shared_layers
 from cost_mtl.teleport.level_set import LevelSet, climb
 
@@ -70,13 +70,15 @@ class LoRATeleporter:
         layers, skipped = shared_layers([problem.model], problem.params)
         layers = [layer for layer in layers if _targeted(config, layer, skipped)]
         _require(layers, skipped)
-        with adapters(problem, layers, config) as space:
-            unfit = unfit_layers(space)
-            if not unfit:
+        if self.peft_config is None:
+            # A fresh LoRA is the identity exactly; a layer whose forward is not called has no gradient and stays.
+            with adapters(problem, layers, config, plain_lora=True) as space:
                 return self._climb(problem, space, skipped)
-        skipped |= unfit
-        layers = [layer for layer in layers if layer.name not in unfit]
-        _require(layers, skipped)
+        for check in (refused_layers, unfit_layers):
+            unfit = check(problem, layers, config)
+            skipped |= unfit
+            layers = [layer for layer in layers if layer.name not in unfit]
+            _require(layers, skipped)
         with adapters(problem, layers, config) as space:
             return self._climb(problem, space, skipped)
 

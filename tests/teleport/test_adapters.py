@@ -1,0 +1,159 @@
+"""PEFT adapters go in and come out without a trace, and move what they say."""
+
+import pytest
+import torch
+from torch import nn
+
+import cost_mtl
+from cost_mtl import Acceptance, LoRATeleporter
+from cost_mtl.gradients import Layout, gramian
+from cost_mtl.teleport.adapters import adapters
+from cost_mtl.teleport.layers import shared_layers
+from cost_mtl.teleport.problem import Problem
+from cost_mtl.teleport.replay import Moment
+from tests.nets import MultiHead, convnet, data, losses, mlp
+
+LOOSE = Acceptance(tolerance=0.5, tolerance_heldout=0.5, min_cosine=1e-6, min_norm=1e-6)
+
+
+def problem_of(model, x, ys):
+    layout = Layout([p for p in model.trunk.parameters() if p.requires_grad])
+    G = cost_mtl.task_gradients(losses(model, x, ys), layout.params)
+    return Problem(
+        model, layout, list(model.heads.parameters()), [[lambda: losses(model, x, ys)]],
+        Moment.capture(model.modules(), []), torch.stack(losses(model, x, ys)).detach().double(), G,
+        gramian(G, dtype=torch.float64), None, torch.Generator().manual_seed(0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [lambda: (mlp(2), data(2)), lambda: (convnet(dropout=0.0), data(2, shape=(2, 8, 8)))])
+def test_lora_gradients_from_the_weights_gradients_are_those_of_autograd(build):
+    from peft import LoraConfig
+
+    model, (x, ys) = build()
+    problem = problem_of(model, x, ys)
+    layers, _ = shared_layers([model], problem.params)
+    with adapters(problem, layers, LoraConfig(r=3, lora_alpha=7), plain_lora=True) as space:
+        _, quick = space.gradients(0)
+        space.plain_lora = False
+        _, slow = space.gradients(0)
+    assert slow.abs().max() > 0
+    torch.testing.assert_close(quick, slow, rtol=1e-4, atol=1e-6)
+
+
+CONFIGS = {
+    "LoRA": ("LoraConfig", {"r": 4}),
+    "rsLoRA": ("LoraConfig", {"r": 4, "use_rslora": True}),
+    "DoRA": ("LoraConfig", {"r": 4, "use_dora": True}),
+    "LoHa": ("LoHaConfig", {"r": 4}),
+    "LoKr": ("LoKrConfig", {"r": 4}),
+    "OFT": ("OFTConfig", {"r": 0, "oft_block_size": 4}),
+    "BOFT": ("BOFTConfig", {"boft_block_size": 4}),
+    "HRA": ("HRAConfig", {"r": 4}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_any_peft_method_moves_without_a_trace_or_is_refused_by_name(name, kind):
+    import peft
+
+    torch.manual_seed(0)
+    model = mlp(2, width=8) if kind == "linear" else convnet(dropout=0.0)
+    x, ys = data(2) if kind == "linear" else data(2, shape=(2, 8, 8))
+    if kind == "linear":  # sizes that every method's blocks divide
+        model.trunk[0] = nn.Linear(6, 8)
+        x = x[:, :6]
+    cls, kwargs = CONFIGS[name]
+    config = getattr(peft, cls)(**kwargs)
+    opt = cost_mtl.COST(torch.optim.Adam(model.parameters()), model, shared=model.trunk,
+                        teleporter=LoRATeleporter(peft_config=config, acceptance=LOOSE))  # fmt: skip
+    keys, modules = list(model.state_dict()), [(n, id(m)) for n, m in model.named_modules()]
+    before = torch.stack(losses(model, x, ys)).detach()
+    buffers = [b.clone() for b in model.buffers()]
+    try:
+        report = opt.teleport(lambda: losses(model, x, ys))
+    except ValueError as error:
+        assert "trunk" in str(error)
+        return
+    finally:
+        assert list(model.state_dict()) == keys
+        assert [(n, id(m)) for n, m in model.named_modules()] == modules
+        assert all(p.requires_grad for p in model.parameters())
+        assert not hasattr(model, "peft_config")
+    for b, saved in zip(model.buffers(), buffers, strict=True):
+        b.copy_(saved)
+    after = torch.stack(losses(model, x, ys)).detach()
+    if report.accepted:
+        torch.testing.assert_close(report.losses_after.float(), after, rtol=1e-4, atol=1e-6)
+    else:
+        torch.testing.assert_close(before, after, rtol=0, atol=0)
+
+
+def test_oft_on_convolutions_is_left_out_layer_by_layer():
+    from peft import OFTConfig
+
+    model = convnet(dropout=0.0)
+    x, ys = data(2, shape=(2, 8, 8))
+    opt = cost_mtl.COST(torch.optim.Adam(model.parameters()), model, shared=model.trunk,
+                        teleporter=LoRATeleporter(peft_config=OFTConfig(r=0, oft_block_size=2)))  # fmt: skip
+    values = [v.clone() for v in model.parameters()]
+    with pytest.raises(cost_mtl.NoAdaptableLayerError, match="identity"):
+        opt.teleport(lambda: losses(model, x, ys))
+    assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True))
+
+
+def test_target_modules_choose():
+    from peft import LoraConfig
+
+    model = mlp(2)
+    x, ys = data(2)
+    config = LoraConfig(r=2, target_modules=["trunk.2"])
+    opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk,
+                        teleporter=LoRATeleporter(peft_config=config, acceptance=LOOSE))  # fmt: skip
+    first = model.trunk[0].weight.detach().clone()
+    report = opt.teleport(lambda: losses(model, x, ys))
+    assert report.accepted, report.reason
+    assert torch.equal(first, model.trunk[0].weight)
+    assert "target_modules" in report.skipped_layers["trunk.0"]
+
+
+class Odd(nn.Module):
+    """Layers that no adapter fits, next to one that it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.tied = nn.Linear(6, 6)
+        self.twin = nn.Linear(6, 6)
+        self.twin.weight = self.tied.weight
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.used_twice = nn.Linear(6, 6)
+        self.alias = self.used_twice
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.never = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.normed(self.twin(torch.tanh(self.tied(x))))
+        x = self.alias(torch.tanh(self.used_twice(x)))
+        return self.frozen(x + self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0])
+
+
+def test_layers_that_do_not_fit_are_named_and_left_alone():
+    torch.manual_seed(0)
+    model = MultiHead(Odd(), 6, 2)
+    x, ys = data(2)
+    layers, skipped = shared_layers([model], [p for p in model.trunk.parameters() if p.requires_grad])
+    assert {layer.name for layer in layers} == {"trunk.used_twice", "trunk.never"}
+    assert "tied" in skipped["trunk.tied"]
+    assert "tied" in skipped["trunk.twin"]
+    assert "parametrized" in skipped["trunk.normed"]
+    assert "MultiheadAttention" in skipped["trunk.attention.out_proj"]
+    assert "trunk.frozen" not in skipped
+    values = {k: v.clone() for k, v in model.state_dict().items()}
+    opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk,
+                        teleporter=LoRATeleporter(acceptance=LOOSE))  # fmt: skip
+    report = opt.teleport(lambda: losses(model, x, ys))
+    assert report.accepted, report.reason
+    changed = {k for k, v in model.state_dict().items() if not torch.equal(v, values[k])}
+    assert changed == {"trunk.used_twice.weight", "trunk.alias.weight"}
