@@ -49,12 +49,12 @@ class Arrays(Protocol):
         """A + diag(x), a new array."""
         ...
 
-    def solve(self, H: Array, b: Array) -> Array:
-        """H^-1 b for a symmetric positive definite H; NaN where H turns out to be singular."""
+    def columns(self, x: Array, y: Array) -> Array:
+        """[K, 2]"""
         ...
 
-    def factor(self, H: Array) -> Callable[[Array], Array]:
-        """b -> H^-1 b, for several right-hand sides that are not known at once."""
+    def solver(self, H: Array) -> Callable[[Array], Array]:
+        """b -> H^-1 b, for b [K] or [K, n] and a symmetric positive definite H; NaN where H is singular after all."""
         ...
 
     def stop(self, condition: Array) -> bool:
@@ -80,21 +80,20 @@ class _Host:
         H.reshape(-1)[:: len(A) + 1] += x
         return H
 
-    def solve(self, H: Array, b: Array) -> Array:
-        try:
-            return np.linalg.solve(H, b)
-        except np.linalg.LinAlgError:  # the callers keep their best iterate and report how good it is
-            return b * math.nan
+    def columns(self, x: Array, y: Array) -> Array:
+        both = np.empty((len(x), 2))
+        both[:, 0], both[:, 1] = x, y
+        return both
 
-    def factor(self, H: Array) -> Callable[[Array], Array]:
-        # NumPy has no factorisation that serves twice, so a small matrix is inverted; equilibrated, so that tasks on
-        # different scales cost no digits.
-        scale = 1 / np.sqrt(H.diagonal())
-        try:
-            inverse = np.linalg.inv(H * scale[:, None] * scale)
-        except np.linalg.LinAlgError:
-            return lambda b: b * math.nan
-        return lambda b: scale * (inverse @ (scale * b))
+    def solver(self, H: Array) -> Callable[[Array], Array]:
+        def solve(b: Array) -> Array:
+            # NumPy has no factorisation to keep, but for these sizes a new one costs less than the inverse.
+            try:
+                return np.linalg.solve(H, b)
+            except np.linalg.LinAlgError:  # the callers keep their best iterate and report how good it is
+                return b * math.nan
+
+        return solve
 
     def stop(self, condition: Array) -> bool:
         return bool(condition)
@@ -127,14 +126,19 @@ class _Device:
     def add_diagonal(self, A: Array, x: Array) -> Array:
         return A + torch.diag(x)
 
-    def solve(self, H: Array, b: Array) -> Array:
-        return self.factor(H)(b)
+    def columns(self, x: Array, y: Array) -> Array:
+        return torch.stack((x, y), dim=1)
 
-    def factor(self, H: Array) -> Callable[[Array], Array]:
-        # Cholesky needs no equilibration, and its `info` stays on the device unread: NaN says the same.
+    def solver(self, H: Array) -> Callable[[Array], Array]:
+        # `info` stays on the device unread: NaN says the same.
         lower, info = torch.linalg.cholesky_ex(H)
         failed = torch.where(info > 0, math.nan, 0.0)
-        return lambda b: torch.cholesky_solve(b.unsqueeze(-1), lower).squeeze(-1) + failed
+
+        def solve(b: Array) -> Array:
+            right = b if b.dim() == 2 else b.unsqueeze(1)
+            return torch.cholesky_solve(right, lower).reshape(b.shape) + failed
+
+        return solve
 
     def stop(self, condition: Array) -> bool:
         return False

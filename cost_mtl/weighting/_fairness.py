@@ -70,7 +70,7 @@ def _newton(arrays: Arrays, A: Array, r: Array, p: float, iterations: int) -> _I
         if k == iterations or arrays.stop((residual < 1e-13) | at_floor | hopeless | (residual != residual)):
             break
         error = arrays.log(s / target)
-        dv = arrays.solve(arrays.add_diagonal(A, p * s / v), s * (1 - error) - Av) / v
+        dv = arrays.solver(arrays.add_diagonal(A, p * s / v))(s * (1 - error) - Av) / v
         v, s = v * arrays.at_least(1 + dv, shrink_v), s * arrays.at_least(1 - error - p * dv, _SHRINK)
     return best
 

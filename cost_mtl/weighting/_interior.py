@@ -17,67 +17,23 @@ the method converge from one fixed start on everything that was tried, where pla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 from cost_mtl.weighting._arrays import Array, Arrays
+from cost_mtl.weighting._constraint import TINY, Constraint, InteriorPoint, condition_error
+from cost_mtl.weighting._pivoting import pivot
 
-__all__ = ["ITERATIONS", "InteriorPoint", "on_ball", "on_plane", "solve_interior"]
+__all__ = ["ITERATIONS", "solve_interior"]
 
 ITERATIONS = 60
 """Bound on the iterations. 6 to 8 are usual, 15 with duplicates and near-opposite tasks, 40 with norms spread
 over 1e12."""
 
 _STEP = 0.9
-_TINY = 1e-300
-
-
-class InteriorPoint(NamedTuple):
-    """The best iterate: q [K], mu [], its error [] (largest violation of a condition, relative to the terms in it) and
-    the iterations done until then."""
-
-    q: Array
-    mu: Array
-    error: Array
-    iterations: Array
-
-
-class Constraint(NamedTuple):
-    """The third condition: how far q violates it, the step dmu that mends it along dq = g + u dmu, and q scaled to
-    hold it."""
-
-    error: Callable[[Array], Array]
-    step: Callable[[Array, Array, Array], Array]
-    scaled: Callable[[Array], Array]
-
-
-def on_ball(arrays: Arrays, C: Array, radius: float) -> Constraint:
-    """q^T C q = radius^2."""
-
-    def step(q: Array, g: Array, u: Array) -> Array:
-        z, Cu = q + g, C @ u
-        square, half, rest = arrays.at_least(u @ Cu, _TINY), z @ Cu, z @ (C @ z) - radius**2
-        return (-half + arrays.at_least(half * half - square * rest, 0.0) ** 0.5) / square
-
-    return Constraint(
-        error=lambda q: abs(q @ (C @ q) / radius**2 - 1),
-        step=step,
-        scaled=lambda q: q * (radius / arrays.at_least(q @ (C @ q), _TINY) ** 0.5),
-    )
-
-
-def on_plane(arrays: Arrays, a: Array) -> Constraint:
-    """a^T q = 1."""
-    return Constraint(
-        error=lambda q: abs(a @ q - 1),
-        step=lambda q, g, u: (1 - a @ (q + g)) / arrays.at_least(a @ u, _TINY),
-        scaled=lambda q: q / (a @ q),
-    )
 
 
 def _longest(arrays: Arrays, q: Array, dq: Array, y: Array, dy: Array) -> Array:
     """Largest t with q + t dq >= 0 and y + t dy >= 0."""
-    return 1 / arrays.at_least(arrays.at_least((-dq / q).max(), (-dy / y).max()), _TINY)
+    return 1 / arrays.at_least(arrays.at_least((-dq / q).max(), (-dy / y).max()), TINY)
 
 
 def _start(arrays: Arrays, C: Array, b: Array, a: Array, constraint: Constraint) -> tuple[Array, Array, Array]:
@@ -101,17 +57,15 @@ def solve_interior(
         floor: the smallest value of q^T C q that matters; below it the complementarity q^T y is measured against it.
         iterations: bound on the iterations (on the device: their number).
     """
+    shortcut = pivot(C, b, a, constraint) if arrays.on_host else None
+    if shortcut is not None:
+        return shortcut
     q, y, mu = _start(arrays, C, b, a, constraint)
-    absolute = abs(C)
     best = InteriorPoint(q, mu, arrays.scalar(math.inf), arrays.scalar(0))
     for k in range(iterations + 1):
-        Cq = C @ q
-        size, gap = q @ Cq, q @ y
-        violation = Cq + b - mu * a - y
-        terms = size**0.5 + abs(b) + abs(mu) * a + 0.01 * (absolute @ q)
-        infeasible = (abs(violation) / terms).max()
-        relative_gap = gap / arrays.at_least(size, floor)
-        error = arrays.at_least(arrays.at_least(relative_gap, infeasible), constraint.error(q))
+        size, gap = q @ (C @ q), q @ y
+        violation = C @ q + b - mu * a - y
+        error = condition_error(arrays, C, b, a, q, y, mu, constraint, floor)
         better = error < best.error  # False for NaN
         now = InteriorPoint(q, mu, error, arrays.scalar(k))
         best = InteriorPoint(*(arrays.pick(better, new, old) for new, old in zip(now, best, strict=True)))
@@ -119,20 +73,20 @@ def solve_interior(
         if k == iterations or arrays.stop((error < 1e-13) | at_floor | (error != error)):
             break
 
-        solve = arrays.factor(arrays.add_diagonal(C, y / q))
-        u, g0 = solve(a), solve(-violation)
+        solve = arrays.solver(arrays.add_diagonal(C, y / q))
         # Predictor: straight to q y = 0. Corrector: to a mean value of q y, the smaller the further the predictor got.
-        g = g0 - solve(y)
+        both = solve(arrays.columns(a, -violation - y))
+        u, g = both[:, 0], both[:, 1]
         dq = g + u * constraint.step(q, g, u)
         dy = -y - y * dq / q
         t = arrays.at_most(_longest(arrays, q, dq, y, dy), 1.0)
         reached = arrays.at_least((q + t * dq) @ (y + t * dy) / gap, 0.0)
         target = arrays.at_least(arrays.at_least(arrays.at_most(reached, 1.0) ** 3, 1e-6) * gap, 1e-15 * size) / len(a)
         complementarity = y + (t * t * dq * dy - target) / q
-        g = g0 - solve(complementarity)
+        g = solve(-violation - complementarity)
         dmu = constraint.step(q, g, u)
         dq = g + u * dmu
         dy = -complementarity - y * dq / q
-        t = arrays.at_most(arrays.at_least(1 - relative_gap, _STEP) * _longest(arrays, q, dq, y, dy), 1.0)
+        t = arrays.at_most(arrays.at_least(1 - gap / size, _STEP) * _longest(arrays, q, dq, y, dy), 1.0)
         q, y, mu = constraint.scaled(q + t * dq), y + t * dy, mu + t * dmu
     return best

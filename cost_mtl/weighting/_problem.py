@@ -111,10 +111,10 @@ def solve(
         w = torch.where(finite, _scaled(arrays, answer.weights, M, scale, max_norm), torch.nan)
         code = torch.where(finite, answer.code, NON_FINITE)
         return Solution(_as_tensor(w, gramian), SolverReport(answer.iterations, answer.residual, code))
-    M = host_matrix(gramian, noise)
+    matrix = host_matrix(gramian, noise)
     with np.errstate(all="ignore"):  # the solvers take overflow and 0/0 for what they are: a bad iterate
         slow = solver == "cvxpy"
-        answer = Answer(reference(M), np.nan, 0, CONVERGED) if slow else method(Problem(HOST, M, noise))
-        w = _scaled(HOST, answer.weights, M, scale, max_norm)
+        answer = Answer(reference(matrix), np.nan, 0, CONVERGED) if slow else method(Problem(HOST, matrix, noise))
+        w = _scaled(HOST, answer.weights, matrix, scale, max_norm)
     report = SolverReport(int(answer.iterations), float(answer.residual), int(answer.code))
     return Solution(_as_tensor(w, gramian), report)

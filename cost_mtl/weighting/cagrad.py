@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cost_mtl.base import Solution
 from cost_mtl.weighting._arrays import Array, Arrays
-from cost_mtl.weighting._interior import ITERATIONS, InteriorPoint, on_ball, solve_interior
+from cost_mtl.weighting._constraint import InteriorPoint, on_ball
+from cost_mtl.weighting._interior import ITERATIONS, solve_interior
 from cost_mtl.weighting._problem import (
     CONVERGED,
     NOT_CONVERGED,

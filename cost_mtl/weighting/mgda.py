@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cost_mtl.base import Solution
-from cost_mtl.weighting._interior import ITERATIONS, on_plane, solve_interior
+from cost_mtl.weighting._constraint import on_plane
+from cost_mtl.weighting._interior import ITERATIONS, solve_interior
 from cost_mtl.weighting._problem import (
     CONVERGED,
     NOT_CONVERGED,
