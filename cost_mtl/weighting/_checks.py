@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["check_shape", "checked_weights", "host_matrix"]
+__all__ = ["check_positive", "check_shape", "checked_weights", "host_matrix"]
 
 
 def check_shape(gramian: Tensor) -> None:
@@ -69,3 +69,10 @@ def checked_weights(weights: Any, gramian: Tensor, name: str) -> Tensor:
         raise ValueError(f"{name} returned weights that are not finite for task(s) {bad}: {weights.tolist()}")
     checked: Tensor = weights.to(gramian.device, gramian.dtype, copy=True)
     return checked
+
+
+def check_positive(losses: Tensor, who: str, why: str) -> None:
+    """Raises ValueError, naming the task, if one of the losses [K] is negative. Looks on the CPU only."""
+    if losses.device.type == "cpu" and bool((losses < 0).any()):
+        task = int(losses.argmin())
+        raise ValueError(f"{who} {why}, but the loss of task {task} is {float(losses[task]):g}")

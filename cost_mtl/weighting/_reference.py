@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["cagrad_reference", "fairness_reference", "min_norm_reference"]
+__all__ = ["cagrad_reference", "equal_projections_reference", "fairness_reference", "min_norm_reference"]
 
 _Matrix = NDArray[np.float64]
 
@@ -95,3 +95,14 @@ def cagrad_reference(M: _Matrix, c: float) -> _Matrix:
     q = np.clip(x.value, 0, None)
     weights[present] += total * c * q / np.linalg.norm(R.T @ q) / norms
     return weights
+
+
+def equal_projections_reference(M: _Matrix) -> _Matrix:
+    """w [K], sum 1, with the same g_i^T d / ||g_i|| for all tasks, by a pseudo-inverse (no conic program)."""
+    C, norms, present = _cosines(M)
+    if not present.any():
+        return np.full(len(M), 1 / len(M))
+    solved = np.linalg.pinv(C, rcond=1e-9, hermitian=True).sum(1) / norms
+    w = np.full(len(M), 1 / len(norms))
+    w[present] = solved / solved.sum()
+    return w

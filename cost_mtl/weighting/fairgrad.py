@@ -68,8 +68,8 @@ class FairGrad:
         return cls(alpha=alpha, scale="tasks", max_norm=1.0)
 
     @classmethod
-    def libmtl(cls, alpha: float = 1.0) -> FairGrad:
-        """LibMTL's: the raw solution, neither times K nor clipped."""
+    def libmtl(cls, alpha: float) -> FairGrad:
+        """LibMTL's: the raw solution, neither times K nor clipped; its scripts set alpha."""
         return cls(alpha=alpha)
 
     def __call__(self, gramian: Tensor) -> Tensor:

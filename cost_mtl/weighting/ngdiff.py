@@ -1,0 +1,51 @@
+"""NGDiff: unlearn one task while another is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cost_mtl.weighting._checks import check_shape, host_matrix
+
+__all__ = ["NGDiff"]
+
+
+@dataclass(frozen=True)
+class NGDiff:
+    """Normalised gradient difference for unlearning (Bu et al., NAACL 2025, arXiv 2410.22086).
+
+    d = g_retain / ||g_retain|| - g_forget / ||g_forget||: the first loss falls and the second rises, whatever their
+    scales; the one weighting here with a negative weight by intention. A task with a zero gradient gets weight 0. The
+    paper's learning-rate scheduler is not part of it.
+
+    Args:
+        retain, forget: which of the two losses is to fall (0, default) and which to rise (1, default).
+
+    Raises:
+        ValueError: the two are not 0 and 1 in some order, or there are not two tasks; on the CPU also for a matrix that
+            is not finite or no Gramian.
+    """
+
+    retain: int = 0
+    forget: int = 1
+
+    def __post_init__(self) -> None:
+        if {self.retain, self.forget} != {0, 1}:
+            raise ValueError(
+                f"retain and forget must be 0 and 1 in some order, got {self.retain!r} and {self.forget!r}"
+            )
+
+    def __call__(self, gramian: Tensor) -> Tensor:
+        """Weights [2] for the Gramian [2, 2]."""
+        check_shape(gramian)
+        if len(gramian) != 2:
+            raise ValueError(f"NGDiff is for two tasks, one to retain and one to forget; got {len(gramian)}")
+        if gramian.device.type == "cpu":
+            host_matrix(gramian, torch.finfo(gramian.dtype).eps)
+        norms = gramian.detach().diagonal().sqrt()
+        inverse = torch.where(norms == 0, 0.0, 1 / norms)
+        signed = inverse.clone()
+        signed[self.forget] = -inverse[self.forget]
+        return signed

@@ -1,0 +1,73 @@
+"""PCGrad: gradients lose what conflicts with the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cost_mtl.base import State, Weighed, WeightingInputs
+from cost_mtl.weighting._keyed import keyed_generator
+
+__all__ = ["PCGrad", "project_conflicts"]
+
+
+@dataclass(frozen=True)
+class PCGrad:
+    """Projecting conflicting gradients (Yu et al., "Gradient Surgery", NeurIPS 2020, arXiv 2001.06782, Algorithm 1).
+
+    Each task's gradient is taken through the other tasks in a random order, and wherever the inner product is negative,
+    loses its component along the other's original gradient. The direction is the sum of what remains. All of it is
+    inner products, so the Gramian is enough: the result is a weighted sum of the original gradients.
+
+    The orders depend on (``seed``, step): no global random stream is touched, and a resumed run goes on as it would.
+
+    Args:
+        scale: ``"sum"`` (default): the sum of the projected gradients, as the authors; ``"mean"``: divided by K.
+        seed: of the orders.
+
+    Raises:
+        ValueError: ``scale`` does not exist.
+    """
+
+    scale: str = "sum"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("sum", "mean"):
+            raise ValueError(f'scale must be "sum" or "mean", got {self.scale!r}')
+
+    def initial_state(self, num_tasks: int) -> State:
+        return {}
+
+    def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
+        """Weights [K] from the Gramian [K, K]."""
+        M = inputs.gramian
+        generator = keyed_generator(self.seed, inputs.step)
+        orders = torch.stack([torch.randperm(len(M), generator=generator) for _ in range(len(M))])
+        w = project_conflicts(M.to(torch.float64), orders.to(M.device, non_blocking=True)).sum(0)
+        if self.scale == "mean":
+            w = w / len(M)
+        return Weighed(w.to(M.dtype), state)
+
+
+def project_conflicts(M: Tensor, orders: Tensor) -> Tensor:
+    """Coefficients W [K, K] of the projected gradients: row i gives task i's as a sum of the original ones.
+
+    Args:
+        M: Gramian [K, K].
+        orders: row i is the order (a permutation of the K tasks) in which task i meets the others. All tasks take one
+            step of their order at a time, so there are K rounds of [K]-sized work and nothing is read back.
+    """
+    K = len(M)
+    tasks = torch.arange(K, device=M.device)
+    W = torch.eye(K, dtype=M.dtype, device=M.device)
+    diagonal = M.diagonal()
+    for others in orders.T:
+        inner = (W * M[others]).sum(1)  # (sum_k W_ik g_k)^T g_j, j = others[i]
+        norm = diagonal[others]
+        conflict = (inner < 0) & (others != tasks) & (norm > 0)
+        step = torch.where(conflict, -inner / torch.where(norm > 0, norm, 1.0), 0.0)
+        W = W.scatter_add(1, others.unsqueeze(1), step.unsqueeze(1))
+    return W

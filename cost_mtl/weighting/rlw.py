@@ -1,0 +1,57 @@
+"""Random loss weighting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from cost_mtl.base import State, Weighed, WeightingInputs
+from cost_mtl.weighting._keyed import keyed_generator
+
+__all__ = ["RLW"]
+
+
+@dataclass(frozen=True)
+class RLW:
+    """Random loss weighting (Lin et al., TMLR 2022, arXiv 2111.10603, Algorithm 2): weights drawn anew in every step.
+
+    Stateless: the draw depends on ``seed`` and the number of the step only, so that a resumed run goes on as it would
+    have, and no global random stream is touched.
+
+    Args:
+        distribution: ``"normal"`` (default): softmax of K standard normal numbers, as in the published experiments;
+            ``"dirichlet"``: uniform on the simplex.
+        scale: ``"mean"`` (default): the weights sum to 1; ``"sum"``: to K.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a setting does not exist.
+    """
+
+    distribution: Literal["normal", "dirichlet"] = "normal"
+    scale: Literal["mean", "sum"] = "mean"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.distribution not in ("normal", "dirichlet"):
+            raise ValueError(f'distribution must be "normal" or "dirichlet", got {self.distribution!r}')
+        if self.scale not in ("mean", "sum"):
+            raise ValueError(f'scale must be "mean" or "sum", got {self.scale!r}')
+
+    def initial_state(self, num_tasks: int) -> State:
+        return {}
+
+    def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
+        """Weights [K]; the inputs' number of tasks and step are all that counts."""
+        num_tasks = len(inputs.gramian)
+        generator = keyed_generator(self.seed, inputs.step)
+        if self.distribution == "normal":
+            w = torch.randn(num_tasks, generator=generator, dtype=torch.float64).softmax(0)
+        else:
+            w = torch.empty(num_tasks, dtype=torch.float64).exponential_(generator=generator)
+            w = w / w.sum()
+        if self.scale == "sum":
+            w = w * num_tasks
+        return Weighed(w.to(inputs.gramian.device, inputs.gramian.dtype, non_blocking=True), state)
