@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cost_mtl.agreement import agree_on_tasks, communicates, refusing_foreign_wrappers
 from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
 from cost_mtl.losses import TaskLosses, refuse_reentrant_checkpoints, split_losses
-from cost_mtl.parallel import mean_, mean_own, union, without_reducer
+from cost_mtl.parallel import mean_, mean_own_, union, without_reducer
+from cost_mtl.sharding import local, pieces_group
 
-Thunk = partial[Any]
-"""A closure whose batch is bound."""
+
+@dataclass(frozen=True)
+class Thunk:
+    """A closure with its batch, and the loss scale [] that its backward passes start with (None: 1)."""
+
+    closure: Callable[..., Any]
+    batch: tuple[Any, ...] = ()
+    scale: Tensor | None = None
+
+    def __call__(self) -> Any:
+        return self.closure(*self.batch)
 
 
 @dataclass
@@ -29,6 +40,7 @@ class Evaluation:
         gradients: G [K, m] and the gradients of the other parameters, likewise averaged.
         weights: None; or, from :func:`measure_combined`, the weights [K] that the gradients were combined with: G then
             has one row, and the other parameters' gradients count as task 0's.
+        pieces: the process group over which the gradients are in pieces (``fully_shard``), or None.
     """
 
     names: tuple[str, ...]
@@ -36,9 +48,10 @@ class Evaluation:
     layout: Layout
     gradients: TaskGradients
     weights: Tensor | None = None
+    pieces: Any = None
 
 
-def bind(closure: Any, batch: tuple[Any, ...]) -> list[Thunk]:
+def bind(closure: Any, batch: tuple[Any, ...], scale: Tensor | None = None) -> list[Thunk]:
     """The closure, or the closures of the micro-batches, with the batch bound.
 
     Raises:
@@ -48,14 +61,14 @@ def bind(closure: Any, batch: tuple[Any, ...]) -> list[Thunk]:
     if torch.is_inference_mode_enabled():
         raise RuntimeError("closure: gradients can't be computed under torch.inference_mode()")
     if isinstance(closure, list | tuple) and closure and all(callable(c) for c in closure):
-        return [partial(c, *batch) for c in closure]
+        return [Thunk(c, batch, scale) for c in closure]
     if not callable(closure):
         raise TypeError(
             "closure: expected a function that returns the K task losses, as in optimizer.step(closure, *batch), got "
             f"{type(closure).__name__}. Task gradients can't be taken from .grad, so a loop (or a trainer) that calls "
             "backward() and then step() has to hand the losses over instead"
         )
-    return [partial(closure, *batch)]
+    return [Thunk(closure, batch, scale)]
 
 
 def run(thunks: Sequence[Thunk], model: nn.Module) -> Iterator[TaskLosses]:
@@ -65,7 +78,7 @@ def run(thunks: Sequence[Thunk], model: nn.Module) -> Iterator[TaskLosses]:
         # The cache of weights cast by autocast outlives an in-place change of the weights.
         torch.clear_autocast_cache()
         with torch.enable_grad(), without_reducer(model):
-            tasks = split_losses(thunk())
+            tasks = split_losses(thunk(), scale=getattr(thunk, "scale", None), require_graph=False)
         if names is not None and tasks.names != names:
             raise ValueError(f"closure: expected the tasks {list(names)} in every micro-batch, got {list(tasks.names)}")
         names = tasks.names
@@ -88,7 +101,6 @@ def measure(
     group: Any,
     *,
     out: Tensor | None = None,
-    scale: Tensor | None = None,
     single: bool = True,
     look_closely: bool = False,
 ) -> Evaluation:
@@ -98,36 +110,92 @@ def measure(
         layout: the shared parameters.
         own: the other trainable parameters.
         out: buffer for G.
-        scale: factor on the losses for the backward pass (loss scaling), taken off the gradients again.
         single: with one task nothing is shared: treat all parameters as its own.
-        look_closely: where a parameter was not reached, make sure that no checkpointing hid it.
+        look_closely: for the first evaluation: refuse what would go wrong silently.
     """
     values: list[Tensor] = []
     names: tuple[str, ...] = ()
     result: TaskGradients | None = None
-    factor: float | Tensor = 1.0 / len(thunks)
-    for tasks in run(thunks, model):
-        if single and len(tasks) == 1 and layout.numel:
+    for tasks in _checked(thunks, model, [*layout.params, *own], group, look_closely=look_closely):
+        if single and len(tasks) == 1 and layout.params:
             own, layout = [*layout.params, *own], Layout(())
-        seed = factor if scale is None else scale * factor
-        result = collect(tasks, layout, own, out=out, factor=seed, add_to=result)
+        result = collect(tasks, layout, own, out=out, factor=1.0 / len(thunks), add_to=result)
         if look_closely and len(result.reached) + len(result.own) < len(layout.params) + len(own):
             refuse_reentrant_checkpoints(tasks.roots)
         names = tasks.names
         values.append(tasks.values)
     if result is None:
         raise ValueError("closure: expected at least one, got an empty sequence")
-    mean_(result.matrix, group)
-    mean_own(result.own, own, len(names), group)
-    result.reached = union(result.reached, len(layout.params), layout.device, group)
-    if scale is not None:
-        _unscale_(result, scale)
-    return Evaluation(names, mean_losses(values, group), layout, result)
+    return _averaged(names, values, layout, own, result, len(names), group)
+
+
+def _checked(
+    thunks: Sequence[Thunk], model: nn.Module, params: Sequence[Tensor], group: Any, *, look_closely: bool
+) -> Iterator[TaskLosses]:
+    """:func:`run`, with a look at whether the processes' losses can be averaged."""
+    device = params[0].device if params else torch.device("cpu")
+    lockstep = group is not None and communicates(model, params)
+    foreign = refusing_foreign_wrappers(model) if look_closely and group is not None else nullcontext()
+    with foreign:
+        for k, tasks in enumerate(run(thunks, model)):
+            if k == 0 or lockstep or group is None:
+                agree_on_tasks(tasks, device, group, lockstep=lockstep)
+            yield tasks
+
+
+def _averaged(
+    names: tuple[str, ...],
+    values: Sequence[Tensor],
+    layout: Layout,
+    own: Sequence[Tensor],
+    result: TaskGradients,
+    tasks: int,
+    group: Any,
+) -> Evaluation:
+    """The evaluation, averaged over the processes (FSDP has averaged sharded gradients itself)."""
+    losses = mean_losses(values, group)
+    if group is not None:
+        if layout.pieces_group is None:
+            mean_(result.matrix, group)
+        _fill_gaps(layout, own, result, tasks, group)
+    return Evaluation(names, losses, layout, result, pieces=pieces_group([*layout.params, *own]))
+
+
+def _fill_gaps(layout: Layout, own: Sequence[Tensor], result: TaskGradients, tasks: int, group: Any) -> None:
+    """What some process has a gradient of, all have; the unshared ones are averaged."""
+    params = [*layout.params, *own]
+    if not params:
+        return
+    m = len(layout.params)
+    flags = torch.zeros(m + len(own) * tasks)
+    flags[sorted(result.reached)] = 1.0
+    for r, p in enumerate(own):
+        for task in result.own.get(id(p), {}):
+            flags[m + r * tasks + task] = 1.0
+    found = union(flags.to(params[0].device), group).nonzero().flatten().tolist()
+    result.reached = {k for k in found if k < m}
+    mean_own_(result.own, [(own[(k - m) // tasks], (k - m) % tasks) for k in found if k >= m], group)
 
 
 def reached_by_several(now: Evaluation, params: Sequence[Tensor]) -> list[int]:
-    """Indices of the parameters that two losses or more have reached and that are not shared yet."""
-    return [k for k, p in enumerate(params) if len(now.gradients.own.get(id(p), {})) > 1]
+    """Indices of the parameters that two losses or more have reached and that are not shared yet.
+
+    A gradient that is zero throughout does not count: in a compiled closure, or behind arithmetic on a tensor of
+    stacked losses, every loss gives every parameter one.
+    """
+    candidates = [(k, list(now.gradients.own.get(id(p), {}).values())) for k, p in enumerate(params)]
+    candidates = [(k, grads) for k, grads in candidates if len(grads) > 1]
+    if not candidates:
+        return []
+    every = [_is_nonzero(grad).to(now.losses.device) for _, grads in candidates for grad in grads]
+    nonzero = iter(union(torch.stack(every), now.pieces).tolist())
+    return [k for k, grads in candidates if sum(next(nonzero) for _ in grads) > 1]
+
+
+def _is_nonzero(grad: Tensor) -> Tensor:
+    """1 or 0 []."""
+    dense = local(grad)
+    return (dense.coalesce().values() if dense.is_sparse else dense).ne(0).any().to(torch.uint8)
 
 
 def promote(now: Evaluation, layout: Layout) -> Evaluation:
@@ -143,18 +211,8 @@ def promote(now: Evaluation, layout: Layout) -> Evaluation:
             if old is not None:
                 layout.view(row, k).copy_(now.layout.view(now.gradients.matrix[i], old))
             elif i in by_task:
-                grad = by_task[i]
-                layout.view(row, k).copy_(grad.to_dense() if grad.is_sparse else grad)
+                layout.view(row, k).copy_(_dense(by_task[i]))
     return replace(now, layout=layout, gradients=replace(now.gradients, matrix=G, reached=reached))
-
-
-def _unscale_(gradients: TaskGradients, scale: Tensor) -> None:
-    with torch.no_grad():
-        inverse = scale.double().reciprocal()
-        gradients.matrix.mul_(inverse.to(gradients.matrix.dtype))
-        for by_task in gradients.own.values():
-            for grad in by_task.values():
-                grad.mul_(inverse.to(grad.device, grad.dtype))
 
 
 def measure_combined(
@@ -173,10 +231,10 @@ def measure_combined(
     values: list[Tensor] = []
     names: tuple[str, ...] = ()
     part = 1.0 / len(thunks)
-    for tasks in run(thunks, model):
+    for tasks in _checked(thunks, model, inputs, group, look_closely=False):
         if len(tasks) != len(weights):
             raise ValueError(f"closure: expected {len(weights)} losses as in the step before, got {len(tasks)}")
-        shared_grads = combined_backward(tasks, list(weights * part), layout.params, retain_graph=True)
+        shared_grads = combined_backward(tasks, list(weights * part), layout.params, retain_graph=bool(own))
         own_grads = combined_backward(tasks, list(own_weights * part), own)
         for k, grad in enumerate([*shared_grads, *own_grads]):
             if grad is not None:
@@ -188,16 +246,11 @@ def measure_combined(
     result = TaskGradients(layout.buffer(1).zero_(), {}, {k for k in range(m) if sums[k] is not None})
     for k in result.reached:
         layout.view(result.matrix[0], k).copy_(_dense(sums[k]))
-    for p, grad in zip(own, sums[m:], strict=True):
-        if grad is not None:
-            result.own[id(p)] = {0: grad}
-    mean_(result.matrix, group)
-    mean_own(result.own, own, 1, group)
-    result.reached = union(result.reached, m, layout.device, group)
-    return Evaluation(names, mean_losses(values, group), layout, result, weights)
+    result.own = {id(p): {0: grad} for p, grad in zip(own, sums[m:], strict=True) if grad is not None}
+    return replace(_averaged(names, values, layout, own, result, 1, group), weights=weights)
 
 
 def _dense(grad: Tensor | None) -> Tensor:
     if grad is None:
         raise RuntimeError("expected a gradient")
-    return grad.to_dense() if grad.is_sparse else grad
+    return local(grad.to_dense() if grad.is_sparse else grad)

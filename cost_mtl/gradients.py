@@ -9,15 +9,17 @@ All of them can be used in a training loop of one's own::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from cost_mtl.base import Losses
-from cost_mtl.losses import TaskLosses, backward, seed_for, split_losses
+from cost_mtl.losses import TaskLosses, backward, split_losses
+from cost_mtl.sharding import is_sharded, local, pieces_group
 
 CHUNK = 8192
 """Columns per partial product. One float32 product over millions of columns is off by 0.3 to 0.7 % on CPU; partial
@@ -29,24 +31,41 @@ class Layout:
     """Where each shared parameter lives in the columns of G.
 
     A parameter's entries are stored in the order of its own memory, so that a gradient handed out as a view of G has
-    the parameter's strides (channels_last, transposed weights), which fused optimizer kernels insist on.
+    the parameter's strides (channels_last, transposed weights), which fused optimizer kernels insist on. Of parameters
+    that FSDP2 has sharded, a process has the columns of its own pieces.
+
+    Raises:
+        TypeError: a parameter is complex.
+        ValueError: some parameters are sharded and others are not.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = tuple(params)
         self.index = {id(p): k for k, p in enumerate(self.params)}
-        sizes = [p.numel() for p in self.params]
-        self.starts = [sum(sizes[:k]) for k in range(len(sizes))]
+        self.pieces = [local(p) for p in self.params]
+        self.pieces_group = pieces_group(self.params)
+        self._check()
+        sizes = [p.numel() for p in self.pieces]
+        self.starts = list(accumulate(sizes, initial=0))
         self.numel = sum(sizes)
-        self.dense = [_fills_its_memory(p) for p in self.params]
+        self.dense = [_fills_its_memory(p) for p in self.pieces]
         doubles = any(p.dtype == torch.float64 for p in self.params)
         # bf16 and fp16 gradients are kept in float32: their Gramian in 8 or 11 bits would decide nothing reliably.
         self.dtype = torch.float64 if doubles else torch.float32
         self.device = self.params[0].device if self.params else torch.device("cpu")
 
+    def _check(self) -> None:
+        odd = next((p for p in self.params if p.is_complex()), None)
+        if odd is not None:
+            raise TypeError(f"shared: expected real parameters, got a complex one of shape {list(odd.shape)}: keep its "
+                            "real and imaginary parts as a real parameter (torch.view_as_real)")  # fmt: skip
+        if len({is_sharded(p) for p in self.params}) > 1:
+            raise ValueError("shared: expected all parameters to be sharded by fully_shard or none, got both kinds: "
+                             "call fully_shard on the whole model, too")  # fmt: skip
+
     def view(self, flat: Tensor, k: int) -> Tensor:
         """Parameter k's part of a flat vector [m], in the parameter's shape and strides (no copy)."""
-        p = self.params[k]
+        p = self.pieces[k]
         part = flat[self.starts[k] : self.starts[k] + p.numel()]
         return part.as_strided(p.shape, p.stride()) if self.dense[k] else part.view(p.shape)
 
@@ -57,7 +76,7 @@ class Layout:
         """One tensor per parameter -> one flat vector [m]."""
         flat = torch.empty(self.numel, dtype=dtype or self.dtype, device=self.device)
         for k, tensor in enumerate(tensors):
-            self.view(flat, k).copy_(tensor)
+            self.view(flat, k).copy_(local(tensor))
         return flat
 
     def buffer(self, rows: int, out: Tensor | None = None) -> Tensor:
@@ -123,7 +142,7 @@ def collect(
     own: Sequence[Tensor],
     *,
     out: Tensor | None = None,
-    factor: float | Tensor = 1.0,
+    factor: float = 1.0,
     add_to: TaskGradients | None = None,
 ) -> TaskGradients:
     """K backward passes. Shared gradients go to one row each, all others are kept apart by task.
@@ -132,65 +151,85 @@ def collect(
     gradient is ever alive: the peak is the one [K, m] buffer.
 
     Args:
-        factor: every gradient is multiplied by it (1 / number of micro-batches, loss scale).
+        factor: every gradient is multiplied by it (1 / number of micro-batches).
         add_to: gradients of earlier micro-batches to add to (in place).
     """
     result = add_to or TaskGradients(layout.buffer(len(tasks), out), {}, set())
-    inputs = [*layout.params, *own]
     last = max((i for i, root in enumerate(tasks.roots) if root is not None), default=-1)
-    for i, root in enumerate(tasks.roots):
-        row, seen = result.matrix[i], set[int]()
-        if root is not None:
-            with _capturing(inputs, layout, row, seen, result.own, i, adding=add_to is not None):
-                seed = seed_for(root, tasks.values, factor)
-                backward([root], [seed], inputs=inputs, retain_graph=i < last)
-        if add_to is None:
-            for k in range(len(layout.params)):
-                if k not in seen:
-                    layout.view(row, k).zero_()
-        result.reached |= seen
+    with Capture(tasks, layout, own, result, adding=add_to is not None) as capture:
+        for i, root in enumerate(tasks.roots):
+            capture.begin(i)
+            if root is not None:
+                capture.backward([root], [factor], retain_graph=i < last)
+            capture.end()
     return result
 
 
-@contextmanager
-def _capturing(
-    inputs: Sequence[Tensor],
-    layout: Layout,
-    row: Tensor,
-    seen: set[int],
-    own: dict[int, dict[int, Tensor]],
-    task: int,
-    *,
-    adding: bool,
-) -> Iterator[None]:
-    """While active, a gradient that reaches ``.grad`` of one of the inputs is taken from there. ``.grad`` itself is
-    empty meanwhile (so that autograd hands over its tensor instead of adding) and is given back at the end."""
-    held = [p.grad for p in inputs]
+class Capture:
+    """While active, gradients that reach ``.grad`` of the parameters are taken from there. ``.grad`` itself is empty
+    meanwhile (so that autograd hands over its tensor instead of adding) and is given back at the end."""
 
-    def take(p: Tensor) -> None:
+    def __init__(
+        self, tasks: TaskLosses, layout: Layout, own: Sequence[Tensor], result: TaskGradients, *, adding: bool = False
+    ) -> None:
+        self.tasks, self.layout, self.result, self.adding = tasks, layout, result, adding
+        self.inputs = [*layout.params, *own]
+        self.sharded = [p for p in self.inputs if is_sharded(p)]
+        self.unscale = None if tasks.scale is None else tasks.scale.reciprocal()
+
+    def __enter__(self) -> Capture:
+        self.held = [p.grad for p in self.inputs]
+        for p in self.inputs:
+            p.grad = None
+        self.handles = [p.register_post_accumulate_grad_hook(self._take) for p in self.inputs]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for p, grad in zip(self.inputs, self.held, strict=True):
+            p.grad = grad
+
+    def begin(self, task: int) -> None:
+        """Gradients are task's from here on."""
+        self.task = task
+        self.row = self.result.matrix[task] if self.layout.params else torch.empty(0)
+        self.seen: set[int] = set()
+
+    def end(self) -> None:
+        """The task's row is complete: parameters that it did not reach have gradient zero."""
+        if not self.adding:
+            for k in range(len(self.layout.params)):
+                if k not in self.seen:
+                    self.layout.view(self.row, k).zero_()
+        self.result.reached |= self.seen
+
+    def backward(
+        self, roots: Sequence[Tensor | GradientEdge], factors: Sequence[float | Tensor], *, retain_graph: bool
+    ) -> None:
+        """One backward pass from several roots, each times its factor (and the loss scale, taken off again)."""
+        seeds = [self.tasks.seed(root, factor) for root, factor in zip(roots, factors, strict=True)]
+        # FSDP2's parameters are not in the graph themselves: they get .grad at the end of a full backward pass.
+        backward(roots, seeds, inputs=None if self.sharded else self.inputs, retain_graph=retain_graph)
+        for p in self.sharded:
+            self._take(p)
+
+    def _take(self, p: Tensor) -> None:
         grad, p.grad = p.grad, None
         if grad is None:
             return
-        k = layout.index.get(id(p))
+        if self.unscale is not None:
+            piece = local(grad)
+            piece.mul_(self.unscale.to(piece.device, piece.dtype))
+        k = self.layout.index.get(id(p))
         if k is None:
-            grads = own.setdefault(id(p), {})
-            grads[task] = grads[task] + grad if task in grads else grad
+            grads = self.result.own.setdefault(id(p), {})
+            grads[self.task] = grads[self.task] + grad if self.task in grads else grad
             return
-        seen.add(k)
-        dense = grad.to_dense() if grad.is_sparse else grad
-        target = layout.view(row, k)
-        target.add_(dense) if adding else target.copy_(dense)
-
-    for p in inputs:
-        p.grad = None
-    handles = [p.register_post_accumulate_grad_hook(take) for p in inputs]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for p, grad in zip(inputs, held, strict=True):
-            p.grad = grad
+        self.seen.add(k)
+        grad = local(grad.to_dense() if grad.is_sparse else grad)
+        target = self.layout.view(self.row, k)
+        target.add_(grad) if self.adding else target.copy_(grad)
 
 
 def combined_backward(
@@ -198,12 +237,12 @@ def combined_backward(
 ) -> list[Tensor | None]:
     """Gradient of sum_i weights[i] L_i in one backward pass; None for an input that no task reaches."""
     roots = [(root, w) for root, w in zip(tasks.roots, weights, strict=True) if root is not None]
-    grads: dict[int, dict[int, Tensor]] = {}
-    nothing = Layout(())
-    with _capturing(inputs, nothing, torch.empty(0), set(), grads, 0, adding=False):
-        seeds = [seed_for(root, tasks.values, w) for root, w in roots]
-        backward([root for root, _ in roots], seeds, inputs=inputs, retain_graph=retain_graph)
-    return [grads[id(p)][0] if id(p) in grads else None for p in inputs]
+    result = TaskGradients(torch.empty(0), {}, set())
+    if inputs and roots:
+        with Capture(tasks, Layout(()), inputs, result) as capture:
+            capture.begin(0)
+            capture.backward([root for root, _ in roots], [w for _, w in roots], retain_graph=retain_graph)
+    return [result.own[id(p)][0] if id(p) in result.own else None for p in inputs]
 
 
 def gramian(G: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,22 +23,42 @@ class TaskLosses:
         names: K task names.
         values: detached losses [K].
         roots: where each task's backward pass starts; None for a loss without a graph (its gradient is zero).
+        scale: loss scale []: backward passes start with it, and it is taken off the gradients again. None: 1.
     """
 
     names: tuple[str, ...]
     values: Tensor
     roots: tuple[Tensor | GradientEdge | None, ...]
+    scale: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether any of the losses has a graph."""
+        return any(root is not None for root in self.roots)
 
-def split_losses(losses: object) -> TaskLosses:
+    def seed(self, root: Tensor | GradientEdge, factor: float | Tensor) -> Tensor:
+        """The scalar that a backward pass from ``root`` starts with: ``factor``, scaled, in the loss's own dtype."""
+        like = root if isinstance(root, Tensor) else self.values
+        if self.scale is not None:
+            factor = self.scale * factor
+        if isinstance(factor, Tensor):
+            return factor.to(like.device, like.dtype)
+        return torch.full((), factor, dtype=like.dtype, device=like.device)
+
+
+def split_losses(losses: object, *, scale: Tensor | None = None, require_graph: bool = True) -> TaskLosses:
     """Take apart whatever a closure may return (:data:`cost_mtl.base.Losses`).
 
     A tensor that ``torch.stack`` made of K scalars is taken back to the K scalars: a backward pass through the stack
     would walk every task's graph with zeros, turn ``None`` gradients into zeros, and leak one task's NaN into the
     others (0 * NaN). Any other tensor [K] is unbound, with just these drawbacks.
+
+    Args:
+        scale: loss scale [], see :class:`TaskLosses`.
+        require_graph: one of the losses must have a graph.
 
     Raises:
         TypeError: not a tensor, sequence or mapping of tensors.
@@ -52,10 +72,17 @@ def split_losses(losses: object) -> TaskLosses:
         tasks = _from_scalars([str(i) for i in range(len(losses))], list(losses))
     else:
         raise TypeError(f"{EXPECTED}; got {_describe(losses)}")
-    if all(root is None for root in tasks.roots):
-        raise ValueError(f"{EXPECTED}; none of the {len(tasks)} losses has a graph (requires_grad is False): were they "
-                         "detached, turned into numbers, or computed under no_grad?")  # fmt: skip
-    return tasks
+    if require_graph and not tasks.has_graph:
+        raise ValueError(no_graph(tasks))
+    return tasks if scale is None else replace(tasks, scale=scale)
+
+
+def no_graph(tasks: TaskLosses) -> str:
+    """The message for losses that nothing can be learned from."""
+    return (
+        f"{EXPECTED}; none of the {len(tasks)} losses has a graph (requires_grad is False): were they detached, turned "
+        "into numbers, or computed under no_grad?"
+    )
 
 
 def _describe(value: object) -> str:
@@ -137,11 +164,3 @@ def backward(
 ) -> None:
     """One backward pass from several roots; ``seeds[i]`` [] is the factor of ``roots[i]``."""
     torch.autograd.backward(list(roots), list(seeds), retain_graph=retain_graph, inputs=inputs)  # type: ignore[arg-type]
-
-
-def seed_for(root: Tensor | GradientEdge, losses: Tensor, factor: float | Tensor) -> Tensor:
-    """The scalar that a backward pass from ``root`` starts with: ``factor`` in the loss's own dtype."""
-    like = root if isinstance(root, Tensor) else losses
-    if isinstance(factor, Tensor):
-        return factor.to(like.device, like.dtype)
-    return torch.full((), factor, dtype=like.dtype, device=like.device)

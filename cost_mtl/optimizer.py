@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cost_mtl import scaling, trajectory
+from cost_mtl import agreement, scaling, trajectory
 from cost_mtl.base import (
     Closure,
     ObservingWeighting,
@@ -24,6 +23,7 @@ from cost_mtl.base import (
     WeightingInputs,
 )
 from cost_mtl.checkpoint import Progress
+from cost_mtl.compiled import keep_saved_tensors
 from cost_mtl.evaluation import (
     Evaluation,
     Thunk,
@@ -147,6 +147,8 @@ class COST(OptimizerWrapper):
         self.htr, self.heads, self.max_norm = htr, heads, max_norm
         self.memory, self.every, self.on_nonfinite = memory, every, on_nonfinite
         self.process_group, self.scaler = process_group, scaler
+        scaling.check(scaler, base)
+        keep_saved_tensors()
         self.last_step: StepReport | None = None
         self.progress = Progress()
         self._driver = TeleportDriver(trigger, schedule, teleporter, seed, on_teleport)
@@ -179,12 +181,12 @@ class COST(OptimizerWrapper):
         thunks = self._thunks(closure, batch)
         before = self._moment() if self._driver.allowed(self.progress) and not self._reuses_weights() else None
         now = self._evaluate(thunks)
-        M, host = host_read(now)
+        M, host = host_read(now, self._group)
         losses = now.losses
         if self._refuse(now, host):
             return losses
         conflict, teleport = None, None
-        if before is not None and len(now.names) > 1 and now.layout.numel:
+        if before is not None and len(now.names) > 1 and now.layout.params:
             conflict = self._driver.conflict(host.gramian)
             if conflict:
                 now, M, teleport = self._teleport_in_step(thunks, batch, before, now, M)
@@ -211,12 +213,13 @@ class COST(OptimizerWrapper):
         before = self._moment()
         with torch.no_grad():
             try:
+                self._buffer = None  # the last step's .grad are views of it, and another optimizer may yet use them
                 now = self._evaluate(thunks, single=False)
-                M, host = host_read(now)
-                bad = bad_tasks(now, host)
+                M, host = host_read(now, self._group)
+                bad = bad_tasks(now, host, self._group)
                 if bad:
                     raise FloatingPointError(complaint(now, bad, self.progress.step))
-                if not now.layout.numel:
+                if not now.layout.params:
                     raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
                 problem = self._problem(thunks, batch, before, now, M)
                 outcome = self._driver.run(problem, self.progress, self.htr, self._spare)
@@ -234,7 +237,7 @@ class COST(OptimizerWrapper):
     def _problem(
         self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: Moment, now: Evaluation, M: Tensor
     ) -> Problem:
-        earlier = [[partial(t.func, *old) for t in thunks] for old in reversed(self.progress.memory)] if batch else []
+        earlier = [[replace(t, batch=old) for t in thunks] for old in reversed(self.progress.memory)] if batch else []
         layout, own = self._layout()
         roots = trajectory.second_moment_root(self.base, layout.params)
         scale = None if roots is None else layout.flatten(roots)
@@ -267,7 +270,9 @@ class COST(OptimizerWrapper):
         if getattr(self, "grad_scale", None) is not None:
             delattr(self, "grad_scale")
             raise RuntimeError(scaling.REFUSAL)
-        return bind(closure, batch)
+        thunks = bind(closure, batch, scaling.scale_of(self.scaler, self.base))
+        self._group = agreement.meet_(self.base, self.model, self.process_group, first=self.last_step is None)
+        return thunks
 
     def _layout(self) -> tuple[Layout, list[Tensor]]:
         """The trainable shared parameters and all other trainable ones."""
@@ -289,8 +294,7 @@ class COST(OptimizerWrapper):
         if weights is not None and single and self._reuses_weights():
             own_weights = weights if self.heads == "weighted" else torch.ones_like(weights)
             return measure_combined(thunks, self.model, layout, own, weights, own_weights, self._group)
-        scale = scaling.scale_of(self.scaler, self.base)
-        now = measure(thunks, self.model, layout, own, self._group, out=self._buffer, scale=scale, single=single,
+        now = measure(thunks, self.model, layout, own, self._group, out=self._buffer, single=single,
                       look_closely=self.last_step is None)  # fmt: skip
         if self._shared is None and len(now.names) > 1:
             mine = list(self.model.parameters())
@@ -312,11 +316,11 @@ class COST(OptimizerWrapper):
 
     def _refuse(self, now: Evaluation, host: HostRead) -> bool:
         """Whether the step has to be left out because something is not finite."""
-        bad = bad_tasks(now, host)
+        bad = bad_tasks(now, host, self._group)
         if not bad:
             return False
         self._clear_grads()
-        overflow = self.scaler is not None and bool(torch.isfinite(host.losses).all())
+        overflow = scaling.is_on(self.scaler) and bool(torch.isfinite(host.losses).all())
         if overflow:
             scaling.skip(self.scaler, self.base)
         elif self.on_nonfinite == "raise":
@@ -333,7 +337,7 @@ class COST(OptimizerWrapper):
         K = len(now.names)
         if now.weights is not None:
             return Weighed(now.weights, self.progress.weighting)
-        if K == 1 or not now.layout.numel:
+        if K == 1 or not now.layout.params:
             return Weighed(torch.ones(K, dtype=M.dtype, device=M.device), self.progress.weighting)
         inputs = WeightingInputs(M, now.losses, now.gradients.matrix, self.progress.step)
         weighed = self.weighting.weigh(inputs, self.progress.weighting)
@@ -345,7 +349,7 @@ class COST(OptimizerWrapper):
     def _write(self, now: Evaluation, weighed: Weighed) -> None:
         """``.grad`` of every parameter; G's first row becomes the combined direction."""
         self._clear_grads()
-        if now.layout.numel:
+        if now.layout.params:
             G = now.gradients.matrix
             if now.weights is not None:
                 d = G[0]
@@ -353,7 +357,7 @@ class COST(OptimizerWrapper):
                 d = combine(G, weighed.weights, out=G[0])
             else:
                 d = weighed.direction.to(G.dtype)
-            write_shared(now.layout, clip_(d, self.max_norm), now.gradients.reached)
+            write_shared(now.layout, clip_(d, self.max_norm, now.pieces), now.gradients.reached)
             if trajectory.needs_direction(self.htr) and self._driver.enabled:
                 self.progress.direction = d.clone()
         scaled = self.heads == "weighted" and len(now.names) > 1 and now.weights is None

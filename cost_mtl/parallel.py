@@ -1,9 +1,12 @@
-"""More than one process: the mean of task gradients over a group, on torch.distributed."""
+"""More than one process: task gradients averaged over a group, on torch.distributed.
+
+DistributedDataParallel's own reducer cannot do it: it reduces one backward pass per forward pass, and here are K.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,30 +14,72 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from cost_mtl.sharding import is_sharded
+
 BUCKET = 1 << 23
 """Elements per all-reduce: 32 MiB of float32, DDP's order of magnitude, so that a backend's scratch stays small."""
+
+
+def active() -> bool:
+    """Whether torch.distributed is initialised."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def data_parallel(model: nn.Module) -> list[DistributedDataParallel]:
+    """The DDP wrappers in a model: itself, or parts of it."""
+    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)] if active() else []
 
 
 def group_for(model: nn.Module, process_group: Any) -> Any:
     """The group to average over, or None for a single process.
 
     ``process_group``: None: the group of a DDP-wrapped model, else the default group where torch.distributed is
-    initialised; False: none; anything else is taken as the group.
+    initialised; False: none; or a process group that this process belongs to.
+
+    Raises:
+        TypeError: ``process_group`` is something else.
+        ValueError: the settings would leave processes unsynchronised, or the model is wrapped in FSDP 1.
     """
-    if process_group is False or not dist.is_available() or not dist.is_initialized():
+    if not (process_group is None or process_group is False or _is_group(process_group)):
+        raise TypeError(
+            "process_group: expected None, False or a torch.distributed process group this process belongs to, got "
+            f"{process_group!r}"
+        )
+    _refuse_fsdp1(model)
+    if not active():
+        if process_group not in (None, False):
+            raise ValueError("process_group: torch.distributed is not initialised")
         return None
-    if process_group is not None:
-        group = process_group
-    elif isinstance(model, DistributedDataParallel):
-        group = model.process_group
-    else:
-        group = dist.group.WORLD
+    wrapped = data_parallel(model)
+    if process_group is False:
+        if any(dist.get_world_size(ddp.process_group) > 1 for ddp in wrapped):
+            raise ValueError(
+                "process_group: False would leave the processes of a DistributedDataParallel model unsynchronised: "
+                "give the closure and COST the model that it wraps (model.module), or process_group=None"
+            )
+        return None
+    group = process_group
+    if group is None:
+        group = wrapped[0].process_group if wrapped else dist.group.WORLD
     return group if dist.get_world_size(group) > 1 else None
+
+
+def _is_group(value: Any) -> bool:
+    return dist.is_available() and isinstance(value, dist.ProcessGroup) and dist.get_rank(value) >= 0
+
+
+def _refuse_fsdp1(model: nn.Module) -> None:
+    kinds = {type(m).__name__ for m in model.modules()}
+    if "FullyShardedDataParallel" in kinds:
+        raise ValueError(
+            "model: FullyShardedDataParallel flattens parameters, so that task gradients can't be told apart; use "
+            "torch.distributed.fsdp.fully_shard(model) instead"
+        )
 
 
 def mean_(tensor: Tensor, group: Any) -> Tensor:
     """In-place mean of a contiguous tensor over the group; nothing for a single process."""
-    if group is None:
+    if group is None or not tensor.numel():
         return tensor
     flat = tensor.view(-1)
     for part in flat.split(BUCKET):
@@ -49,49 +94,70 @@ def broadcast_(tensor: Tensor, group: Any) -> Tensor:
     return tensor
 
 
-def mean_own(own: dict[int, dict[int, Tensor]], params: Sequence[Tensor], num_tasks: int, group: Any) -> None:
-    """Mean of the unshared gradients, in place, in one order on every process.
+def union(flags: Tensor, group: Any) -> Tensor:
+    """In-place "set on any process" of 0/1 flags."""
+    if group is not None and flags.numel():
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return flags
 
-    A task without labels on one process has no gradient there; it counts as zero, as it does in DDP.
+
+def mean_own_(own: dict[int, dict[int, Tensor]], present: list[tuple[Tensor, int]], group: Any) -> None:
+    """Mean of the unshared gradients, in place, bucket by bucket.
+
+    Args:
+        own: parameter id -> task -> gradient.
+        present: (parameter, task) for every gradient that some process has, in one order on all of them. Where this
+            one has none (a task without labels in its part of the batch) it counts as zero, as it does in DDP; a
+            sparse gradient becomes dense.
     """
-    if group is None or not params:
-        return
-    device = params[0].device
-    present = torch.zeros(len(params), num_tasks, device=device)
-    for r, p in enumerate(params):
-        for task in own.get(id(p), {}):
-            present[r, task] = 1.0
-    dist.all_reduce(present, group=group)
-    for r, task in present.nonzero().tolist():
-        p = params[r]
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for p, task in present:
+        if is_sharded(p):  # averaged by FSDP
+            continue
         grads = own.setdefault(id(p), {})
         grad = grads.get(task)
-        grad = torch.zeros_like(p) if grad is None else grad.to_dense() if grad.is_sparse else grad.contiguous()
-        dist.all_reduce(grad, group=group)
-        grads[task] = grad.div_(dist.get_world_size(group))
+        grads[task] = torch.zeros_like(p) if grad is None else grad.to_dense() if grad.is_sparse else grad
+        buckets.setdefault((p.dtype, p.device), []).append(grads[task])
+    for grads_of_a_kind in buckets.values():
+        for bucket in _buckets(grads_of_a_kind):
+            real = [torch.view_as_real(g) if g.is_complex() else g for g in bucket]
+            flat = mean_(torch.cat([g.reshape(-1) for g in real]), group)
+            for g, part in zip(real, flat.split([g.numel() for g in real]), strict=True):
+                g.copy_(part.view(g.shape))
 
 
-def union(indices: set[int], size: int, device: torch.device, group: Any) -> set[int]:
-    """The union over the group of sets of indices below ``size``."""
-    if group is None or size == 0:
-        return indices
-    flags = torch.zeros(size, device=device)
-    flags[sorted(indices)] = 1.0
-    dist.all_reduce(flags, group=group)
-    return set(flags.nonzero().flatten().tolist())
+def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for grad in grads:
+        if bucket and size + grad.numel() > BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(grad)
+        size += grad.numel()
+    if bucket:
+        yield bucket
 
 
 @contextmanager
 def without_reducer(model: nn.Module) -> Iterator[None]:
-    """Forward passes of a DDP model whose backward passes we run and average ourselves.
+    """Forward passes of DDP models whose backward passes we run and average ourselves.
 
     DDP's reducer is told to stay out (``no_sync``); its broadcast of buffers before the forward pass, which
-    ``no_sync`` would also end, goes on as without us.
+    ``no_sync`` would also end, goes on as without us. A reducer that an earlier forward pass (for logging, say) left
+    waiting for a backward pass would take ours for it, so it is sent home.
+
+    Raises:
+        RuntimeError: inside of DDP's ``join()``, whose shadow collectives know nothing of ours.
     """
-    if not isinstance(model, DistributedDataParallel):
+    with ExitStack() as stack:
+        for ddp in data_parallel(model):
+            if ddp._join_config.enable:
+                raise RuntimeError("DistributedDataParallel.join() can't be combined with COST: give every process the "
+                                   "same number of batches (drop_last=True)")  # fmt: skip
+            reset = getattr(ddp.reducer, "_reset_state", None)
+            if reset is not None:
+                reset()
+            stack.callback(setattr, ddp, "require_forward_param_sync", ddp.require_forward_param_sync)
+            stack.enter_context(ddp.no_sync())
         yield
-        return
-    sync_buffers = model.require_forward_param_sync
-    with model.no_sync():
-        yield
-    model.require_forward_param_sync = sync_buffers

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cost_mtl.parameters import held_by
+from cost_mtl.sharding import local
 
 REFUSAL = (
     "an enabled GradScaler called step: hand it over as COST(scaler=scaler) and call optimizer.step(closure) yourself; "
@@ -16,32 +17,55 @@ REFUSAL = (
 )
 
 
+def check(scaler: Any, base: Optimizer) -> None:
+    """Refuse what can't work, when COST is made.
+
+    Raises:
+        TypeError: not a GradScaler.
+        ValueError: parameters in float16, whose gradients torch's scaler does not unscale.
+    """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler: expected a torch.amp.GradScaler or None, got {type(scaler).__name__}")
+    if is_on(scaler) and any(p.dtype == torch.float16 for p in held_by(base)):
+        raise ValueError("scaler: expected parameters in float32 (autocast computes in float16 by itself), got float16 "
+                         "parameters, which torch.amp.GradScaler does not support")  # fmt: skip
+
+
+def is_on(scaler: Any) -> bool:
+    """Whether there is a scaler that does something."""
+    return scaler is not None and bool(scaler.is_enabled())
+
+
 def scale_of(scaler: Any, base: Optimizer) -> Tensor | None:
     """The scaler's current factor [], or None without an enabled scaler."""
-    if scaler is None or not scaler.is_enabled():
+    if not is_on(scaler):
         return None
     factor: Tensor = scaler.scale(torch.ones((), device=held_by(base)[0].device))
     return factor
 
 
 def step(scaler: Any, base: Optimizer) -> None:
-    """``base.step()``, through the scaler where there is one. Gradients are unscaled and finite already: they are
-    scaled once more (by a power of two, so exactly) for the scaler to do its part."""
+    """``base.step()``, through the scaler where there is one.
+
+    Gradients are unscaled and finite already: they are scaled once more (by a power of two, so exactly) for the
+    scaler to do its part, and unscaled by it before the base's step hooks look at them.
+    """
     factor = scale_of(scaler, base)
     if factor is None:
         base.step()
         return
     for p in held_by(base):
         if p.grad is not None:
-            p.grad.mul_(factor.to(p.grad.device, p.grad.dtype))
+            local(p.grad).mul_(factor.to(p.grad.device, p.grad.dtype))
+    scaler.unscale_(base)
     scaler.step(base)
     scaler.update()
 
 
 def skip(scaler: Any, base: Optimizer) -> None:
-    """Let the scaler see an overflow, so that it skips the step and lowers its factor."""
+    """Let the scaler see an overflow, so that it lowers its factor; the base optimizer does not step."""
     p = next(p for p in held_by(base) if p.requires_grad)
     p.grad = torch.full_like(p, float("inf"))
-    scaler.step(base)
+    scaler.unscale_(base)
     scaler.update()
     p.grad = None

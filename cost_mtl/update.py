@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients import Layout, TaskGradients, exact_gramian, gramian
+from cost_mtl.parallel import broadcast_, union
+from cost_mtl.sharding import like, local, sum_pieces_
 
 
 @dataclass(frozen=True)
@@ -23,28 +26,38 @@ class HostRead:
     own_norm: float
 
 
-def host_read(now: Evaluation) -> tuple[Tensor, HostRead]:
-    """M [K, K] in float64, on the device, and what decisions hang on, on the host, in one transfer."""
+def host_read(now: Evaluation, group: Any = None) -> tuple[Tensor, HostRead]:
+    """M [K, K] in float64, on the device, and what decisions hang on, on the host, in one transfer.
+
+    In a group every process gets the first one's numbers: decisions and weights are then the same to the last bit,
+    whatever the hardware.
+    """
     G = now.gradients.matrix
     wide = torch.float32 if G.device.type == "mps" else torch.float64
     M = gramian(G, dtype=wide)
     own = [grad for by_task in now.gradients.own.values() for grad in by_task.values()]
     K = len(now.losses)
     size = norm_of(own, M.device).to(M.dtype).reshape(1)
-    values = torch.cat([now.losses.to(M.device, M.dtype), M.flatten(), size]).cpu().double()
+    sums = sum_pieces_(torch.cat([M.flatten(), size]), now.pieces)
+    everything = broadcast_(torch.cat([now.losses.to(M.device, M.dtype), sums]), group)
+    M, values = everything[K:-1].view_as(M).clone(), everything.cpu().double()
     host = HostRead(values[:K], values[K:-1].view(len(G), len(G)), float(values[-1]))
     diagonal = host.gramian.diagonal()
-    if G.numel() and not bool((torch.isfinite(diagonal) & (diagonal > 1e-32)).all()):
+    if now.layout.params and not bool((torch.isfinite(diagonal) & (diagonal > 1e-32)).all()):
         # A float32 square may have left its range while the gradient itself is fine.
-        M = exact_gramian(G).to(wide)
+        M = broadcast_(sum_pieces_(exact_gramian(G), now.pieces).to(wide), group)
         host = replace(host, gramian=M.cpu().double())
     return M, host
 
 
-def bad_tasks(now: Evaluation, host: HostRead) -> list[int]:
+def bad_tasks(now: Evaluation, host: HostRead, group: Any = None) -> list[int]:
     """Tasks whose loss or gradient is not finite."""
     suspicious = not torch.isfinite(host.losses).all() or not torch.isfinite(host.gramian).all()
-    return not_finite(now) if suspicious or not math.isfinite(host.own_norm) else []
+    if not suspicious and math.isfinite(host.own_norm):
+        return []
+    found = set(not_finite(now))
+    flags = torch.tensor([i in found for i in range(len(now.names))], dtype=torch.uint8, device=now.losses.device)
+    return union(union(flags, now.pieces), group).nonzero().flatten().tolist()
 
 
 def complaint(now: Evaluation, bad: Sequence[int], step: int) -> str:
@@ -58,8 +71,7 @@ def complaint(now: Evaluation, bad: Sequence[int], step: int) -> str:
 
 def norm_of(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """Euclidean norm [] of some gradients (dense or sparse), not finite if one of them is not."""
-    dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
-    dense = [g for g in dense if g.numel()]
+    dense = [g for g in map(_values, grads) if g.numel()]
     if not dense:
         return torch.zeros((), device=device)
     return torch.nn.utils.get_total_norm(dense, norm_type=2.0).to(device)
@@ -73,7 +85,7 @@ def not_finite(evaluation: Evaluation) -> list[int]:
     for i in range(len(evaluation.names)):
         grads = [by_task[i] for by_task in evaluation.gradients.own.values() if i in by_task]
         parts = [evaluation.losses[i], evaluation.gradients.matrix[i], *grads]
-        if not all(bool(torch.isfinite(p.coalesce().values() if p.is_sparse else p).all()) for p in parts):
+        if not all(bool(torch.isfinite(_values(p)).all()) for p in parts):
             bad.append(i)
     return bad
 
@@ -82,27 +94,35 @@ def _not_finite_combined(evaluation: Evaluation) -> list[int]:
     # The tasks' gradients were never apart: a loss tells on its task, a gradient on all of them.
     bad = torch.nonzero(~torch.isfinite(evaluation.losses)).flatten().tolist()
     grads = [evaluation.gradients.matrix, *(by_task[0] for by_task in evaluation.gradients.own.values())]
-    fine = all(bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in grads)
+    fine = all(bool(torch.isfinite(_values(g)).all()) for g in grads)
     return bad if bad or fine else list(range(len(evaluation.names)))
 
 
-def clip_(d: Tensor, max_norm: float | None) -> Tensor:
-    """Scale d [m] in place so that ||d|| <= max_norm, without a synchronisation."""
-    if max_norm is not None and d.numel():
+def _values(grad: Tensor) -> Tensor:
+    """The entries that are there, on this process."""
+    grad = local(grad)
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def clip_(d: Tensor, max_norm: float | None, pieces: Any = None) -> Tensor:
+    """Scale d [m], or this process's piece of it, in place so that ||d|| <= max_norm, without a host read."""
+    if max_norm is not None:
         length = torch.linalg.vector_norm(d)
+        if pieces is not None:
+            length = sum_pieces_(length.square(), pieces).sqrt()
         d.mul_((max_norm / length.clamp_min(max_norm)).to(d.dtype))
     return d
 
 
 def write_shared(layout: Layout, d: Tensor, reached: set[int]) -> None:
-    """``.grad`` of the shared parameters: views of d [m], or copies where the dtype differs. None where no task's
+    """``.grad`` of the shared parameters: views of d [m], or copies where dtype or device differ. None where no task's
     graph reached the parameter."""
     for k, p in enumerate(layout.params):
         if k not in reached:
             p.grad = None
             continue
         part = layout.view(d, k)
-        p.grad = part if part.dtype == p.dtype and part.device == p.device else part.to(p.device, p.dtype)
+        p.grad = like(p, part.to(p.device, p.dtype))
 
 
 def write_own(own: Sequence[Tensor], gradients: TaskGradients, weights: Tensor | None) -> None:
@@ -114,5 +134,5 @@ def write_own(own: Sequence[Tensor], gradients: TaskGradients, weights: Tensor |
         for task in sorted(by_task or {}):
             grad = (by_task or {})[task]
             if weights is not None:
-                grad = grad * weights[task].to(grad.device, grad.dtype)
+                grad = like(grad, local(grad) * weights[task].to(grad.device, grad.dtype))
             p.grad = grad if p.grad is None else p.grad + grad
