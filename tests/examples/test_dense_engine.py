@@ -21,7 +21,7 @@ from dense.data.layout import open_split, save_array
 from dense.data.synthetic import SyntheticSettings, write_synthetic
 from dense.engine.checkpoint import load_checkpoint, restore_rng, rng_state, save_checkpoint, seed_everything
 from dense.engine.loop import Run, evaluate
-from dense.engine.methods import Row, TimesK, parse_rows, recipe
+from dense.engine.methods import WORDS, Row, adam, parse_rows, recipe
 from dense.engine.plots import plot_metrics
 from dense.engine.problem import EpochRow, Metric, mean_of_last
 from dense.engine.published import load_published
@@ -104,7 +104,7 @@ def gradients(word: str) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor
                      for loss in losses])  # fmt: skip
     own = [torch.autograd.grad(loss, head.weight, retain_graph=True)[0]
            for loss, head in zip(losses, model.heads, strict=True)]  # fmt: skip
-    made = recipe(Row(word))
+    made = recipe(Row(word), 3)
     optimizer = cost_mtl.COST(
         torch.optim.SGD(model.parameters(), lr=0.0), model, weighting=made.weighting, heads=made.heads,
         max_norm=made.max_norm, teleporter=None,
@@ -149,11 +149,23 @@ def test_official_cagrad_is_k_times_the_direction_over_one_plus_c_squared() -> N
     torch.testing.assert_close(heads, own)
 
 
-def test_times_k_scales_weights_and_keeps_the_solvers_report() -> None:
+def test_official_fairgrad_is_k_times_the_solution_before_the_clip() -> None:
     M = torch.tensor([[2.0, 0.5], [0.5, 1.0]])
-    plain, scaled = cost_mtl.FairGrad(), TimesK(cost_mtl.FairGrad())
-    torch.testing.assert_close(scaled(M), 2 * plain(M))
-    assert scaled.solve(M).report == plain.solve(M).report
+    torch.testing.assert_close(recipe(Row("fairgrad"), 2).weighting(M), 2 * cost_mtl.FairGrad(alpha=2.0)(M))
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_word_trains_with_cost_mtls_defaults(word: str) -> None:
+    model = TwoHeads()
+    made = recipe(Row(word, official=False), 3)
+    optimizer = cost_mtl.COST(
+        adam(model, made.weighting, 1e-3), model, weighting=made.weighting, heads=made.heads, teleporter=None
+    )
+    before = [p.clone() for p in model.parameters()]
+    for step in range(2):
+        losses = optimizer.step(model.losses, torch.randn(8, 3, generator=torch.Generator().manual_seed(step)))
+        assert torch.isfinite(losses).all()
+    assert all((p != b).any() for p, b in zip(model.parameters(), before, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints, logs
@@ -323,7 +335,9 @@ def assert_same(a: Any, b: Any, where: str = "checkpoint") -> None:
         assert a == b or (a != a and b != b), where
 
 
-@pytest.mark.parametrize("row", [Row("fairgrad", cost=True), Row("nashmtl"), Row("stl")], ids=lambda r: r.key)
+@pytest.mark.parametrize(
+    "row", [Row("fairgrad", cost=True), Row("uw", official=False), Row("stl")], ids=lambda r: r.key
+)
 def test_an_interrupted_run_goes_on_bit_for_bit(
     problem: DenseProblem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Row
 ) -> None:

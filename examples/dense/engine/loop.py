@@ -85,7 +85,13 @@ class Run:
         self.history: list[EpochRow] = []
 
     def _optimizer(self) -> cost_mtl.COST:
-        made = Recipe("STL", cost_mtl.EqualWeighting()) if self.row.word == STL else recipe(self.row)
+        single = self.row.word == STL
+        made = (
+            Recipe("STL", cost_mtl.EqualWeighting())
+            if single
+            else recipe(self.row, len(self.tasks), self.steps_per_epoch)
+        )
+        self.weighting = made.weighting
         self.scaler = torch.amp.GradScaler("cuda") if self.settings.amp == "fp16" else None
         return cost_mtl.COST(
             adam(self.model, made.weighting, self.settings.lr),
@@ -187,6 +193,7 @@ class Run:
             "identity": self.identity,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "weighting": self.weighting.state_dict() if isinstance(self.weighting, nn.Module) else None,
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "rng": rng_state(),
@@ -206,6 +213,8 @@ class Run:
                 )
         self.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
+        if isinstance(self.weighting, nn.Module):
+            self.weighting.load_state_dict(content["weighting"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(content["scheduler"])
         if self.scaler is not None:

@@ -12,7 +12,7 @@ fairgrad   alpha = 2 (the COST paper says 1)      K times the sum             no
 =========  =====================================  ==========================  =========  =====================
 
 ``--preset WORD`` takes a row of this table; ``--method WORD`` takes the weighting with cost_mtl's defaults: no clip,
-and each head follows its own loss.
+and each head follows its own loss (weightings of losses, like DWA or FAMO, weight the heads too).
 """
 
 from __future__ import annotations
@@ -21,31 +21,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-import cost_mtl
+from cost_mtl import weighting
 from dense.errors import UserError
 
-__all__ = ["SMOKE_ROWS", "STL", "WORDS", "Recipe", "Row", "TimesK", "parse_rows", "recipe"]
+__all__ = ["SMOKE_ROWS", "STL", "WORDS", "Recipe", "Row", "adam", "parse_rows", "recipe"]
 
 STL = "stl"
 """The single-task baseline: one network per task, trained alone."""
 
 SMOKE_ROWS = ("stl", "ls", "cagrad", "nashmtl", "fairgrad", "fairgrad+cost")
-
-
-@dataclass(frozen=True)
-class TimesK:
-    """A weighting's answer times the number of tasks, "to match the sum of the losses" as the scripts say."""
-
-    weighting: Any
-
-    def __call__(self, gramian: Tensor) -> Tensor:
-        return len(gramian) * self.weighting(gramian)
-
-    def solve(self, gramian: Tensor) -> cost_mtl.base.Solution:
-        solution = self.weighting.solve(gramian)
-        return cost_mtl.base.Solution(len(gramian) * solution.weights, solution.report)
 
 
 @dataclass(frozen=True)
@@ -112,20 +97,23 @@ WORDS = {
 """Command-line word -> name in the papers' tables."""
 
 _OFFICIAL = ("stl", "ls", "cagrad", "nashmtl", "fairgrad")
-_CLASSES = {
-    "ls": "EqualWeighting",
-    "si": "ScaleInvariant",
-    "rlw": "RLW",
-    "dwa": "DWA",
-    "uw": "Uncertainty",
-    "mgda": "MGDA",
-    "pcgrad": "PCGrad",
-    "graddrop": "GradDrop",
-    "cagrad": "CAGrad",
-    "imtlg": "IMTLG",
-    "nashmtl": "NashMTL",
-    "famo": "FAMO",
-    "fairgrad": "FairGrad",
+_LOSS_WEIGHTINGS: dict[str, Any] = {
+    "si": weighting.ScaleInvariant,
+    "rlw": weighting.RLW,
+    "dwa": weighting.DWA,
+    "uw": weighting.Uncertainty,
+    "famo": weighting.FAMO,
+}
+"""These weight whole losses, heads included."""
+_GRADIENT_WEIGHTINGS = {
+    "ls": weighting.EqualWeighting,
+    "mgda": weighting.MGDA,
+    "pcgrad": weighting.PCGrad,
+    "graddrop": weighting.GradDrop,
+    "cagrad": weighting.CAGrad,
+    "imtlg": weighting.IMTLG,
+    "nashmtl": weighting.NashMTL,
+    "fairgrad": weighting.FairGrad,
 }
 
 
@@ -150,28 +138,27 @@ def parse_rows(presets: list[str], methods: list[str], cost: bool | None) -> lis
     return list(dict.fromkeys(rows))
 
 
-def recipe(row: Row) -> Recipe:
-    """The recipe of a multi-task row.
+def recipe(row: Row, num_tasks: int, steps_per_epoch: int = 1) -> Recipe:
+    """The recipe of a multi-task row for ``num_tasks`` tasks; DWA looks at whole epochs.
 
-    Raises:
-        UserError: if this cost_mtl has no such weighting.
+    The clip is COST's and not the weighting's own: the scripts clip the shared gradient alone, while weights that are
+    clipped would scale Nash-MTL's heads as well.
     """
-    name = _CLASSES[row.word]
-    if not hasattr(cost_mtl, name):
-        raise UserError(f"{row.word}: cost_mtl {cost_mtl.__version__} has no {name}")
-    weighting = getattr(cost_mtl, name)
+    if row.word in _LOSS_WEIGHTINGS:
+        arguments = {"uw": {"num_tasks": num_tasks}, "dwa": {"steps_per_epoch": steps_per_epoch}}.get(row.word, {})
+        return Recipe(row.label, _LOSS_WEIGHTINGS[row.word](**arguments), heads="weighted")
     if not row.official or row.word == "ls":
-        return Recipe(row.label, weighting())
+        return Recipe(row.label, _GRADIENT_WEIGHTINGS[row.word]())
     if row.word == "cagrad":
-        return Recipe(row.label, weighting(c=0.4, rescale=1))  # the K is in cost_mtl's CAGrad
+        return Recipe(row.label, weighting.CAGrad.official(c=0.4))
     if row.word == "nashmtl":
-        return Recipe(row.label, weighting(), heads="weighted", max_norm=1.0)
-    return Recipe(row.label, TimesK(weighting(alpha=2.0)), max_norm=1.0)
+        return Recipe(row.label, weighting.NashMTL(), heads="weighted", max_norm=1.0)
+    return Recipe(row.label, weighting.FairGrad(alpha=2.0, scale="tasks"), max_norm=1.0)
 
 
-def adam(model: torch.nn.Module, weighting: Any, lr: float) -> torch.optim.Adam:
+def adam(model: torch.nn.Module, rule: Any, lr: float) -> torch.optim.Adam:
     """Adam over the model, and over the weighting's own parameters where it has some (uncertainty weighting)."""
-    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
-    if own := list(getattr(weighting, "parameters", list)()):
-        groups.append({"params": own})
-    return torch.optim.Adam(groups, lr=lr)
+    parameters = list(model.parameters())
+    if isinstance(rule, torch.nn.Module):
+        parameters += list(rule.parameters())
+    return torch.optim.Adam(parameters, lr=lr)
