@@ -38,6 +38,7 @@ from cost_mtl.evaluation import (
 from cost_mtl.gradients import Layout, combine, cosines, norms
 from cost_mtl.parallel import group_for
 from cost_mtl.parameters import Shared, all_trainable, held_by, resolve_shared, warn_about_shared
+from cost_mtl.sharding import NO_TELEPORTS, is_sharded
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
 from cost_mtl.teleport.problem import Problem
@@ -158,6 +159,9 @@ class COST(OptimizerWrapper):
         self._group = group_for(model, process_group)
         if self._shared is not None:
             warn_about_shared(self._shared, base, model)
+        if self._driver.enabled and any(map(is_sharded, all_trainable(base, model))):
+            warnings.warn(NO_TELEPORTS, stacklevel=2)
+            self._driver = replace(self._driver, trigger=None)
 
     # ------------------------------------------------------------------------------------------ one step
 
@@ -239,6 +243,8 @@ class COST(OptimizerWrapper):
     ) -> Problem:
         earlier = [[replace(t, batch=old) for t in thunks] for old in reversed(self.progress.memory)] if batch else []
         layout, own = self._layout()
+        if layout.pieces_group is not None:
+            raise RuntimeError(NO_TELEPORTS)
         roots = trajectory.second_moment_root(self.base, layout.params)
         scale = None if roots is None else layout.flatten(roots)
         return self._driver.problem(

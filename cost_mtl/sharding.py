@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+NO_TELEPORTS = (
+    "no teleports: the parameters are sharded by fully_shard, and neither an adapter nor a move along the level set of "
+    "the losses has been built for pieces of parameters. Training goes on without; teleporter=None says so"
+)
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor. Nobody has one before its module is imported, which takes a while."""
