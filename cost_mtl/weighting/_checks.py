@@ -37,14 +37,15 @@ def host_matrix(gramian: Tensor, noise: float) -> NDArray[np.float64]:
         raise ValueError(f"the Gramian is not finite (NaN or inf): look at the gradient of task(s) {tasks.tolist()}")
     if diagonal.min() < 0:
         raise ValueError(f"not a Gramian: the diagonal entry of task {int(diagonal.argmin())} is {diagonal.min():g}")
-    tolerance = max(1e-6, 64 * noise)
     norms = np.sqrt(diagonal)
     bound = norms[:, None] * norms
-    smallest = np.finfo(np.float64).tiny if gramian.dtype == torch.float64 else torch.finfo(gramian.dtype).tiny
-    if (np.abs(M - M.T) > tolerance * bound + smallest).any():
-        raise ValueError("not a Gramian: the matrix is not symmetric")
-    if (np.abs(M) > (1 + tolerance) * bound + smallest).any():
-        i, j = np.unravel_index(int((np.abs(M) - bound).argmax()), M.shape)
+    slack = max(1e-4, 64 * noise) * bound + torch.finfo(gramian.dtype).tiny
+    asymmetry = np.abs(M - M.T)
+    excess = np.abs(M) - bound
+    if (np.maximum(asymmetry, excess) > slack).any():
+        if (asymmetry > slack).any():
+            raise ValueError("not a Gramian: the matrix is not symmetric")
+        i, j = np.unravel_index(int((excess - slack).argmax()), M.shape)
         raise ValueError(
             f"not a Gramian: |M[{i}, {j}]| = {abs(M[i, j]):g} exceeds the product of norms {bound[i, j]:g}"
         )

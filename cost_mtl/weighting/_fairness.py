@@ -33,6 +33,7 @@ _STATIONARY_NORM = 1e-10
 norm below this: float64 leaves the equation a relative residual of about 1e-16 over it, 1e-6 here."""
 
 _UNSOLVED = 1e-2
+_ACCURATE = 1e-12
 _TINY = 1e-300
 _SHRINK = 0.1
 
@@ -63,16 +64,26 @@ def _newton(arrays: Arrays, A: Array, r: Array, p: float, iterations: int) -> _I
         Av, target = A @ v, r * v**-p
         residual = abs(Av / target - 1).max()
         better = residual < best.residual  # False for NaN
-        now = _Iterate(v, residual, arrays.scalar(k))
-        best = _Iterate(*(pick(better, new, old) for new, old in zip(now, best, strict=True)))
-        at_floor = (best.residual < 1e-3) & (best.iterations <= k - 3)
-        hopeless = v @ Av < 0.01 * _STATIONARY_NORM * (r * v * v).sum()
-        if k == iterations or arrays.stop((residual < 1e-13) | at_floor | hopeless | (residual != residual)):
+        best = _Iterate(
+            pick(better, v, best.v),
+            pick(better, residual, best.residual),
+            pick(better, arrays.scalar(k), best.iterations),
+        )
+        if k == iterations or (arrays.on_host and _finished(best, residual, k, v, Av, r)):
             break
         error = arrays.log(s / target)
         dv = arrays.solver(arrays.add_diagonal(A, p * s / v))(s * (1 - error) - Av) / v
         v, s = v * arrays.at_least(1 + dv, shrink_v), s * arrays.at_least(1 - error - p * dv, _SHRINK)
     return best
+
+
+def _finished(best: _Iterate, residual: float, k: int, v: Array, Av: Array, r: Array) -> bool:
+    """Whether there is nothing more to win: solved, at the rounding floor of this Gramian, or without a solution."""
+    if residual < _ACCURATE or math.isnan(residual):
+        return True
+    if best.residual < 1e-3:
+        return bool(best.iterations <= k - 3)
+    return bool(v @ Av < 0.01 * _STATIONARY_NORM * (r * v * v).sum())
 
 
 def solve_fairness(problem: Problem, alpha: float) -> Answer:
@@ -89,10 +100,11 @@ def solve_fairness(problem: Problem, alpha: float) -> Answer:
     p, K = 1 / alpha, len(M)
     diagonal = M.diagonal()
     present = diagonal > 0
-    safe = arrays.where(present, diagonal, 1.0)
-    S = arrays.where(present, safe ** (-1 / (1 + p)), 0.0)
+    absent = arrays.where(present, 0.0, 1.0)
+    safe = diagonal + absent
+    S = safe ** (-1 / (1 + p)) - absent
     r = safe ** ((p - 1) / (1 + p))
-    A = arrays.add_diagonal(S[:, None] * M * S, arrays.where(present, 0.0, 1.0))
+    A = arrays.add_diagonal(S[:, None] * M * S, absent)
 
     exact = _newton(arrays, A, r, p, iteration_limit(alpha))
     # Squared norm of the combination of unit gradients with coefficients (D w) / ||D w||, D = diag(||g_i||).
@@ -101,13 +113,13 @@ def solve_fairness(problem: Problem, alpha: float) -> Answer:
     v, residual, used = exact
     if not arrays.stop(stationary == False):  # noqa: E712
         ridge = _newton(arrays, arrays.add_diagonal(A, max(RIDGE, 4 * K * noise) * r), r, p, iteration_limit(alpha))
-        v = arrays.where(stationary, ridge.v, v)
-        residual = arrays.where(stationary, abs((A @ v) / (r * v**-p) - 1).max(), residual)
+        v = arrays.pick(stationary, ridge.v, v)
+        residual = arrays.pick(stationary, abs((A @ v) / (r * v**-p) - 1).max(), residual)
         used = used + arrays.where(stationary, ridge.iterations, 0)
     converged = arrays.where(residual <= TOLERANCE, CONVERGED, NOT_CONVERGED)
     code = arrays.where(stationary, STATIONARY, converged)
     w = S * v
-    mean = w.sum() / arrays.at_least(arrays.where(present, 1.0, 0.0).sum(), 1.0)
-    none = ~(present.any())
-    w = arrays.where(present, w, arrays.where(none, 1.0, mean))
+    if not arrays.stop(present.all()):
+        w = arrays.where(present, w, w.sum() / arrays.at_least(K - absent.sum(), 1.0))
+        w = arrays.where(present.any(), w, 1.0)
     return Answer(w, residual, used, code)

@@ -44,11 +44,12 @@ class DWA:
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
         """Weights [K] from the losses of the epochs before; the current ones are added to the state."""
         losses = inputs.losses.detach().to(torch.float64)
-        total, count, last, before_last = (state[key] for key in ("total", "count", "last", "before_last"))
-        epoch = inputs.step // self.steps_per_epoch
-        if epoch != state["epoch"] and total is not None:
-            total, count, last, before_last = None, 0, total / count, last
-        new = {
+        epoch, total, count = inputs.step // self.steps_per_epoch, state["total"], state["count"]
+        last, before_last = state["last"], state["before_last"]
+        if epoch != state["epoch"] and count > 0:
+            last, before_last = total / count, last
+            total, count = None, 0
+        new: State = {
             "epoch": epoch,
             "total": losses.clone() if total is None else total.to(losses.device) + losses,
             "count": count + 1,
