@@ -39,6 +39,18 @@ def detached(value: Any) -> Any:
     return copy.copy(value)
 
 
+def beside(value: Any, batch: Any) -> Any:
+    """A remembered batch with its tensors on the devices that the current batch's are on: a checkpoint that was loaded
+    with ``map_location="cpu"`` brings batches along that are not."""
+    if isinstance(value, Tensor) and isinstance(batch, Tensor):
+        return value.to(batch.device)
+    if type(value) in (list, tuple) and type(value) is type(batch) and len(value) == len(batch):
+        return type(value)(beside(v, b) for v, b in zip(value, batch, strict=True))
+    if type(value) is dict and type(batch) is dict:
+        return {key: beside(item, batch.get(key)) for key, item in value.items()}
+    return value
+
+
 @dataclass
 class Progress:
     """All that COST remembers from step to step: the one place for it.

@@ -22,7 +22,7 @@ from cost_mtl.base import (
     Weighed,
     WeightingInputs,
 )
-from cost_mtl.checkpoint import Progress
+from cost_mtl.checkpoint import Progress, beside
 from cost_mtl.compiled import keep_saved_tensors
 from cost_mtl.evaluation import (
     Evaluation,
@@ -241,7 +241,8 @@ class COST(OptimizerWrapper):
     def _problem(
         self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: Moment, now: Evaluation, M: Tensor
     ) -> Problem:
-        earlier = [[replace(t, batch=old) for t in thunks] for old in reversed(self.progress.memory)] if batch else []
+        memory = [beside(old, batch) for old in reversed(self.progress.memory)] if batch else []
+        earlier = [[replace(t, batch=old) for t in thunks] for old in memory]
         layout, own = self._layout()
         if layout.pieces_group is not None:
             raise RuntimeError(NO_TELEPORTS)
