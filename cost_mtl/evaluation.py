@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,19 +14,26 @@ from cost_mtl.agreement import agree_on_tasks, communicates, refusing_foreign_wr
 from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
 from cost_mtl.losses import TaskLosses, refuse_reentrant_checkpoints, split_losses
 from cost_mtl.parallel import mean_, mean_own_, union, without_reducer
+from cost_mtl.precision import Autocast
 from cost_mtl.sharding import local, pieces_group
 
 
 @dataclass(frozen=True)
 class Thunk:
-    """A closure with its batch, and the loss scale [] that its backward passes start with (None: 1)."""
+    """A closure with its batch, called under the autocast that was on when it was bound.
+
+    Attributes:
+        scale: loss scale [] that its backward passes start with; None: 1.
+    """
 
     closure: Callable[..., Any]
     batch: tuple[Any, ...] = ()
     scale: Tensor | None = None
+    autocast: Autocast = field(default_factory=Autocast.capture)
 
     def __call__(self) -> Any:
-        return self.closure(*self.batch)
+        with self.autocast.restored():
+            return self.closure(*self.batch)
 
 
 @dataclass

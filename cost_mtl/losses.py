@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from cost_mtl.precision import no_autocast
+
 EXPECTED = (
     "expected the closure to return K losses with their graph: a tensor [K], a sequence of scalar tensors, "
     "or a mapping name -> scalar tensor"
@@ -163,4 +165,5 @@ def backward(
     retain_graph: bool,
 ) -> None:
     """One backward pass from several roots; ``seeds[i]`` [] is the factor of ``roots[i]``."""
-    torch.autograd.backward(list(roots), list(seeds), retain_graph=retain_graph, inputs=inputs)  # type: ignore[arg-type]
+    with no_autocast():
+        torch.autograd.backward(list(roots), list(seeds), retain_graph=retain_graph, inputs=inputs)  # type: ignore[arg-type]

@@ -38,6 +38,7 @@ from cost_mtl.evaluation import (
 from cost_mtl.gradients import Layout, combine, cosines, norms
 from cost_mtl.parallel import group_for
 from cost_mtl.parameters import Shared, all_trainable, held_by, resolve_shared, warn_about_shared
+from cost_mtl.precision import no_autocast
 from cost_mtl.sharding import NO_TELEPORTS, is_sharded
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
@@ -226,7 +227,8 @@ class COST(OptimizerWrapper):
                 if not now.layout.params:
                     raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
                 problem = self._problem(thunks, batch, before, now, M)
-                outcome = self._driver.run(problem, self.progress, self.htr, self._spare)
+                with no_autocast():
+                    outcome = self._driver.run(problem, self.progress, self.htr, self._spare)
             finally:
                 before.restore()
         return outcome.report
@@ -260,7 +262,8 @@ class COST(OptimizerWrapper):
         try:
             if not self._driver.persists(problem):
                 return now, M, None
-            outcome = self._driver.run_in_step(problem, self.progress, self.htr, self._spare)
+            with no_autocast():
+                outcome = self._driver.run_in_step(problem, self.progress, self.htr, self._spare)
         finally:
             after.restore()
         if outcome is None:
@@ -274,9 +277,7 @@ class COST(OptimizerWrapper):
     # ------------------------------------------------------------------------------------------ its parts
 
     def _thunks(self, closure: Any, batch: tuple[Any, ...]) -> list[Thunk]:
-        if getattr(self, "grad_scale", None) is not None:
-            delattr(self, "grad_scale")
-            raise RuntimeError(scaling.REFUSAL)
+        scaling.refuse_outside(self)
         thunks = bind(closure, batch, scaling.scale_of(self.scaler, self.base))
         self._group = agreement.meet_(self.base, self.model, self.process_group, first=self.last_step is None)
         return thunks

@@ -11,11 +11,6 @@ from torch.optim import Optimizer
 from cost_mtl.parameters import held_by
 from cost_mtl.sharding import local
 
-REFUSAL = (
-    "an enabled GradScaler called step: hand it over as COST(scaler=scaler) and call optimizer.step(closure) yourself; "
-    "scaling, unscaling, skipping and update happen inside"
-)
-
 
 def check(scaler: Any, base: Optimizer) -> None:
     """Refuse what can't work, when COST is made.
@@ -29,6 +24,23 @@ def check(scaler: Any, base: Optimizer) -> None:
     if is_on(scaler) and any(p.dtype == torch.float16 for p in held_by(base)):
         raise ValueError("scaler: expected parameters in float32 (autocast computes in float16 by itself), got float16 "
                          "parameters, which torch.amp.GradScaler does not support")  # fmt: skip
+
+
+def refuse_outside(optimizer: Optimizer) -> None:
+    """Refuse to be stepped by a scaler.
+
+    Raises:
+        RuntimeError: ``GradScaler.step`` is the caller: it leaves its findings as attributes of an optimizer that says
+            it supports them, as COST does for this reason.
+    """
+    found = [name for name in ("found_inf", "grad_scale") if name in vars(optimizer)]
+    for name in found:
+        delattr(optimizer, name)
+    if found:
+        raise RuntimeError(
+            "an enabled GradScaler called step: hand it over as COST(scaler=scaler) and call optimizer.step(closure) "
+            "yourself; scaling, unscaling, skipping and update happen inside"
+        )
 
 
 def is_on(scaler: Any) -> bool:

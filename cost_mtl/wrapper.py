@@ -25,7 +25,7 @@ class OptimizerWrapper(Optimizer):
         ValueError: LBFGS, which evaluates one scalar loss many times in its own step.
     """
 
-    # GradScaler.step(optimizer, closure) then shows its scale as ``grad_scale``, and a wrong use can be told apart.
+    # GradScaler.step(optimizer, closure) then leaves its findings as attributes, and a wrong use can be told apart.
     _step_supports_amp_scaling = True
 
     _volatile = ("step", "grad_scale", "found_inf", "_opt_called", "_buffer", "_spare", "last_step", "_group")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ class Problem:
             roots = tuple(root if i in group else None for i, root in enumerate(split.roots))
             if all(root is None for root in roots):
                 continue
-            chosen = TaskLosses(split.names, split.values, roots)
+            chosen = replace(split, roots=roots)
             weights: list[float | Tensor] = [factor] * len(split)
             grads = combined_backward(chosen, weights, layout.params, retain_graph=r < len(groups) - 1)
             for k, grad in enumerate(grads):
