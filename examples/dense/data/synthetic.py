@@ -131,7 +131,7 @@ def _shade(
     light = np.array([rng.uniform(-0.5, 0.5), -0.8, -0.5])
     lambert = np.clip(normal @ (light / np.linalg.norm(light)), 0, 1)
     lit = np.where(index < 0, 1.0, 0.45 + 0.55 * lambert)
-    reach = 12.0 if items[0].tile < 1 else 60.0  # rooms, streets
+    reach = 25.0 if items[0].tile < 1 else 60.0  # rooms, streets
     haze = np.where(index < 0, 0.0, 1 - np.exp(-near / reach))[..., None]
     image = (1 - haze) * colours * lit[..., None] + haze * sky
     return np.clip(image + rng.normal(0, 0.02, image.shape), 0, 1)
