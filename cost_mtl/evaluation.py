@@ -79,7 +79,11 @@ def bind(closure: Any, batch: tuple[Any, ...], scale: Tensor | None = None) -> l
 
 
 def run(thunks: Sequence[Thunk], model: nn.Module) -> Iterator[TaskLosses]:
-    """The losses of each micro-batch in turn, with their graph; the next is evaluated only when asked for."""
+    """The losses of each micro-batch in turn, with their graph; the next is evaluated only when asked for.
+
+    Whoever loops over it lets go of the losses (``del``) before asking for the next, as is done here: what the graph
+    has saved would stay, and the memory of two micro-batches be needed.
+    """
     names: tuple[str, ...] | None = None
     for thunk in thunks:
         # The cache of weights cast by autocast outlives an in-place change of the weights.
@@ -90,6 +94,7 @@ def run(thunks: Sequence[Thunk], model: nn.Module) -> Iterator[TaskLosses]:
             raise ValueError(f"closure: expected the tasks {list(names)} in every micro-batch, got {list(tasks.names)}")
         names = tasks.names
         yield tasks
+        del tasks
 
 
 def mean_losses(values: Sequence[Tensor], group: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -131,6 +136,7 @@ def measure(
             refuse_reentrant_checkpoints(tasks.roots)
         names = tasks.names
         values.append(tasks.values)
+        del tasks
     if result is None:
         raise ValueError("closure: expected at least one, got an empty sequence")
     return _averaged(names, values, layout, own, result, len(names), group)
@@ -144,10 +150,13 @@ def _checked(
     lockstep = group is not None and communicates(model, params)
     foreign = refusing_foreign_wrappers(model) if look_closely and group is not None else nullcontext()
     with foreign:
-        for k, tasks in enumerate(run(thunks, model)):
-            if k == 0 or lockstep or group is None:
+        unseen = True
+        for tasks in run(thunks, model):
+            if unseen or lockstep or group is None:
                 agree_on_tasks(tasks, device, group, lockstep=lockstep)
+            unseen = False
             yield tasks
+            del tasks
 
 
 def _averaged(
@@ -249,6 +258,7 @@ def measure_combined(
                 sums[k] = grad if so_far is None else so_far + grad
         names = tasks.names
         values.append(tasks.values)
+        del tasks
     m = len(layout.params)
     result = TaskGradients(layout.buffer(1).zero_(), {}, {k for k in range(m) if sums[k] is not None})
     for k in result.reached:

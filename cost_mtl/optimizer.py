@@ -96,7 +96,7 @@ class COST(OptimizerWrapper):
         every: solve for the weights in every n-th step only; the steps between take one backward pass for all tasks
             together, and no teleport.
         on_nonfinite: ``"raise"`` (default): FloatingPointError that names the task, before anything is changed;
-            ``"skip"``: leave the step out and count it in the report.
+            ``"skip"``: leave the step out, buffers put back, and count it in the report.
         process_group: None: the group of a DDP-wrapped model, else the default group where torch.distributed is
             initialised; False: this process alone.
         scaler: a ``torch.amp.GradScaler``; scaling, unscaling, skipping and updating happen inside ``step``.
@@ -184,14 +184,15 @@ class COST(OptimizerWrapper):
             FloatingPointError: a task's loss or gradient is not finite and ``on_nonfinite="raise"``.
         """
         thunks = self._thunks(closure, batch)
-        before = self._moment() if self._driver.allowed(self.progress) and not self._reuses_weights() else None
+        may_teleport = self._driver.allowed(self.progress) and not self._reuses_weights()
+        before = self._moment() if may_teleport or self.on_nonfinite == "skip" else None
         now = self._evaluate(thunks)
         M, host = host_read(now, self._group)
         losses = now.losses
-        if self._refuse(now, host):
+        if self._refuse(now, host, before):
             return losses
         conflict, teleport = None, None
-        if before is not None and len(now.names) > 1 and now.layout.params:
+        if may_teleport and before is not None and len(now.names) > 1 and now.layout.params:
             conflict = self._driver.conflict(host.gramian)
             if conflict:
                 now, M, teleport = self._teleport_in_step(thunks, batch, before, now, M)
@@ -322,7 +323,7 @@ class COST(OptimizerWrapper):
             p.num_tasks, p.weights = K, None
             p.weighting = self.weighting.initial_state(K)
 
-    def _refuse(self, now: Evaluation, host: HostRead) -> bool:
+    def _refuse(self, now: Evaluation, host: HostRead, before: Moment | None) -> bool:
         """Whether the step has to be left out because something is not finite."""
         bad = bad_tasks(now, host, self._group)
         if not bad:
@@ -333,6 +334,8 @@ class COST(OptimizerWrapper):
             scaling.skip(self.scaler, self.base)
         elif self.on_nonfinite == "raise":
             raise FloatingPointError(complaint(now, bad, self.progress.step))
+        if before is not None and self.on_nonfinite == "skip":
+            before.buffers.restore()  # running statistics would keep a NaN for good
         self.progress.step += 1
         self.progress.skipped += 1
         nothing = now.gradients.matrix.new_full((len(now.names),), float("nan"))
