@@ -242,14 +242,15 @@ class Acceptance:
             below the noise of one batch, above what float32 and the Gauss-Newton corrections leave.
         tolerance_heldout: the same on a batch that it was not fitted on. Default 5 %: the constraints cover a few
             batches only, and ordinary steps move held-out losses by about as much.
-        min_cosine: least rise of the smallest cos(g_i, g_0), for the conflict objective.
-        min_norm: least relative rise of the balanced gradient norms, for the norm objective.
+        min_angle: least fall of the largest angle between a task gradient and the mean gradient, in radians, for the
+            conflict objective. Default 0.03: 0.03 of cosine where the gradients are at right angles.
+        min_norm: least relative rise of the balanced gradient norms, for the norm objective. Default 5 %.
     """
 
     tolerance: float = 0.01
     tolerance_heldout: float = 0.05
-    min_cosine: float = 0.005
-    min_norm: float = 0.005
+    min_angle: float = 0.03
+    min_norm: float = 0.05
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "tolerance_heldout"):
@@ -267,6 +268,7 @@ class Move:
             ``"norm"`` (the balanced gradient norms) or ``"none"`` (a placebo: accepted on drift alone).
         either: an improvement of the other objective will do as well (the objective was chosen for where the model
             stands, not by the user).
+        otherwise: asked for another move if this one is rejected; None: there is no other.
         used: the batches that the move was fitted on; the transaction checks the drift on these and on one more.
         inner_steps: optimisation steps taken inside.
         skipped_layers: name -> why a layer of the shared part took no part.
@@ -281,6 +283,7 @@ class Move:
     inner_steps: int = 1
     skipped_layers: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    otherwise: Callable[[TeleportProblem], Move] | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -66,9 +67,9 @@ class DenseTeleporter:
     """Delta theta dense: for small models, raw parameters, and shared parts without a layer that PEFT can adapt.
 
     Args:
-        objective: ``"auto"`` (default): the conflict objective, or the norm objective where the former has no
-            gradient (opposite or equal gradients) or leads nowhere; ``"conflict"``: the smallest cos(g_i, g_0);
-            ``"norm"``: the balanced gradient norms.
+        objective: ``"auto"`` (default): the conflict objective, and if its move is rejected the norm objective; the
+            other way round where a cosine has no gradient (opposite or equal directions). ``"conflict"``: the smallest
+            cos(g_i, g_0); ``"norm"``: the balanced gradient norms.
         solver: settings of the level-set solver.
         acceptance: what the move has to keep and to gain.
 
@@ -80,10 +81,16 @@ class DenseTeleporter:
     acceptance: Acceptance = field(default_factory=Acceptance)
 
     def propose(self, problem: TeleportProblem, /) -> Move:
-        objectives = ob.order(self.objective, problem.gramian)
-        space = DenseSpace(problem)
-        result = climb(problem, space, objectives, self.acceptance, self.solver)
+        return self._move(ob.order(self.objective, problem.gramian), problem)
+
+    def _move(self, objectives: tuple[str, ...], problem: TeleportProblem) -> Move:
+        result = climb(problem, DenseSpace(problem), objectives[0], self.acceptance, self.solver)
         return Move(
-            result.delta, result.objective, either=self.objective == "auto", used=result.used, notes=result.notes,
+            result.delta,
+            objectives[0],
+            either=self.objective == "auto",
+            used=result.used,
+            notes=result.notes,
+            otherwise=partial(self._move, objectives[1:]) if objectives[1:] else None,
             acceptance=self.acceptance,
-        )  # fmt: skip
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -31,9 +32,9 @@ class LoRATeleporter:
         peft_config: any PEFT config whose method merges into the weights (LoHa, LoKr, BOFT, DoRA, ...); default LoRA
             of the given rank. Its ``target_modules``, where given, choose among the shared layers; a layer on which
             the fresh adapter is not the identity is left out and reported.
-        objective: ``"auto"`` (default): the conflict objective, or the norm objective where the former has no
-            gradient (opposite or equal gradients) or leads nowhere; ``"conflict"``: the smallest cos(g_i, g_0);
-            ``"norm"``: the balanced gradient norms, the paper's aim.
+        objective: ``"auto"`` (default): the conflict objective, and if its move is rejected the norm objective; the
+            other way round where a cosine has no gradient (opposite or equal directions). ``"conflict"``: the smallest
+            cos(g_i, g_0); ``"norm"``: the balanced gradient norms, the paper's aim.
         solver: settings of the level-set solver.
         acceptance: what the move has to keep and to gain.
         tolerance: shorthand for ``acceptance.tolerance``.
@@ -70,25 +71,34 @@ class LoRATeleporter:
         layers, skipped = shared_layers([problem.model], problem.params)
         layers = [layer for layer in layers if _targeted(config, layer, skipped)]
         _require(layers, skipped)
-        if self.peft_config is None:
-            # A fresh LoRA is the identity exactly; a layer whose forward is not called has no gradient and stays.
-            with adapters(problem, layers, config, plain_lora=True) as space:
-                return self._climb(problem, space, skipped)
-        for check in (refused_layers, unfit_layers):
+        # A fresh LoRA is the identity exactly; a layer whose forward is not called has no gradient and stays.
+        for check in () if self.peft_config is None else (refused_layers, unfit_layers):
             unfit = check(problem, layers, config)
             skipped |= unfit
             layers = [layer for layer in layers if layer.name not in unfit]
             _require(layers, skipped)
-        with adapters(problem, layers, config) as space:
-            return self._climb(problem, space, skipped)
+        return self._move(ob.order(self.objective, problem.gramian), layers, skipped, config, problem)
 
-    def _climb(self, problem: TeleportProblem, space: Any, skipped: dict[str, str]) -> Move:
-        objectives = ob.order(self.objective, problem.gramian)
-        result = climb(problem, space, objectives, self.acceptance, self.solver)
+    def _move(
+        self,
+        objectives: tuple[str, ...],
+        layers: list[Layer],
+        skipped: dict[str, str],
+        config: Any,
+        problem: TeleportProblem,
+    ) -> Move:
+        with adapters(problem, layers, config, plain_lora=self.peft_config is None) as space:
+            result = climb(problem, space, objectives[0], self.acceptance, self.solver)
         return Move(
-            result.delta, result.objective, either=self.objective == "auto", used=result.used, skipped_layers=skipped,
-            notes=result.notes, acceptance=self.acceptance,
-        )  # fmt: skip
+            result.delta,
+            objectives[0],
+            either=self.objective == "auto",
+            used=result.used,
+            skipped_layers=skipped,
+            notes=result.notes,
+            otherwise=partial(self._move, objectives[1:], layers, skipped, config) if objectives[1:] else None,
+            acceptance=self.acceptance,
+        )
 
     def _config(self) -> Any:
         if self.peft_config is not None:

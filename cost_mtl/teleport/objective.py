@@ -6,13 +6,14 @@ gradients, a_j = sum_k A[j, k] g_k, so the whole objective is one coefficient ma
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from cost_mtl.base import Acceptance
 from cost_mtl.gradients import cosines, gramian, norms
 
-MARGIN = 0.05
+MARGIN = 0.1
 """Smallest cosine with the mean gradient that the conflict objective aims for."""
 
 AIM_NORM = 0.1
@@ -83,32 +84,32 @@ def norm_coefficients(M: Tensor) -> Tensor:
     return torch.diag(torch.where(positive, balance(M) / torch.where(positive, squares, 1.0), 0.0))
 
 
+def largest_angle(M: Tensor) -> float:
+    """Largest angle between a task gradient and the mean gradient, in radians, over the tasks with a gradient."""
+    c = cosines(M)[M.diagonal() > 0]
+    return math.acos(max(-1.0, min(1.0, float(c.min())))) if len(c) else 0.0
+
+
 def gain(objective: str, before: Tensor, after: Tensor) -> float:
     """Improvement from the Gramian before to the one after.
 
-    ``"conflict"``: rise of the smallest cosine (absolute). ``"norm"``: the R-weighted geometric mean of the norm
+    ``"conflict"``: fall of :func:`largest_angle`, in radians; about the rise of the smallest cosine where that is near
+    0, and still meaningful near -1, where a cosine hardly moves. ``"norm"``: the R-weighted geometric mean of the norm
     ratios minus 1 (relative). Tasks without a gradient do not count.
     """
-    active = before.diagonal() > 0
     if objective == "conflict":
-        return float(cosines(after)[active].min() - cosines(before)[active].min())
+        return largest_angle(before) - largest_angle(after)
+    active = before.diagonal() > 0
     R = balance(before)[active]
     ratios = norms(after)[active].log() - norms(before)[active].log()
     return float(((R * ratios).sum() / R.sum()).exp() - 1)
 
 
-def wanted_gain(objective: str, M: Tensor, rule: Acceptance) -> float:
-    """Rise of phi to aim for: the conflict resolved with a margin, or twice what acceptance asks for."""
+def wanted_gain(objective: str, M: Tensor) -> float:
+    """Rise of phi to aim for: the conflict resolved with a margin, or clearly larger norms."""
     if objective == "conflict":
-        return max(MARGIN - float(cosines(M)[worst_task(M)]), 2 * rule.min_cosine)
+        return max(MARGIN - float(cosines(M)[worst_task(M)]), MARGIN)
     return AIM_NORM * float(balance(M).sum())
-
-
-def share_of_least(objective: str, rise: float, M: Tensor, rule: Acceptance) -> float:
-    """A rise of phi as a multiple of what acceptance asks for."""
-    if objective == "conflict":
-        return rise / rule.min_cosine
-    return rise / (rule.min_norm * float(balance(M).sum()))
 
 
 def group_rows(A: Tensor) -> list[tuple[Tensor, list[int]]]:

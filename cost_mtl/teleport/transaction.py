@@ -6,25 +6,23 @@ One for all teleporters, so that none of them can be less careful than another.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cost_mtl.base import Acceptance, Move, Teleporter, TeleportReport
+from cost_mtl.base import Acceptance, Move, Teleporter, TeleportProblem, TeleportReport
 from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients import cosines, gramian, norms
 from cost_mtl.parallel import broadcast_
 from cost_mtl.teleport import objective as ob
+from cost_mtl.teleport.level_set import heldout_batch
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
 from cost_mtl.teleport.snapshot import Structure
 
 REPEATABLE = 1e-3
 """Largest relative difference of a loss between two evaluations at one theta under the same random streams."""
-
-HALVINGS = 2
-"""How often a move whose held-out drift is too large is halved before it is given up."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class _Candidate:
     M: Tensor | None = None
     drift: float | None = None
     heldout: float | None = None
-    scale: float = 1.0
 
 
 def attempt(problem: Problem, teleporter: Teleporter, out: Tensor | None = None) -> Outcome:
@@ -73,14 +70,17 @@ def attempt(problem: Problem, teleporter: Teleporter, out: Tensor | None = None)
     accepted = False
     try:
         _require_repeatable(problem)
-        try:
-            move = _checked(teleporter.propose(problem), problem)
-        finally:
-            structure.restore()
+        ask: Callable[[TeleportProblem], Move] | None = teleporter.propose
+        while ask is not None and not accepted:
             problem.reset()
-        delta = broadcast_(move.delta.to(problem.layout.device, problem.layout.dtype), problem.group)
-        candidate, reason = _verify(problem, move, delta, out)
-        accepted = not reason
+            try:
+                move = _checked(ask(problem), problem)
+            finally:
+                structure.restore()
+                problem.reset()
+            delta = broadcast_(move.delta.to(problem.layout.device, problem.layout.dtype), problem.group)
+            candidate, reason = _verify(problem, move, delta, out)
+            accepted, ask = not reason, move.otherwise
     finally:
         if not accepted:
             problem.reset()
@@ -88,7 +88,7 @@ def attempt(problem: Problem, teleporter: Teleporter, out: Tensor | None = None)
     report = _report(problem, move, candidate, reason, delta, time.perf_counter() - began)
     if not accepted:
         return Outcome(report)
-    return Outcome(report, candidate.evaluation, candidate.M, delta * candidate.scale)
+    return Outcome(report, candidate.evaluation, candidate.M, delta)
 
 
 def _require_repeatable(problem: Problem) -> None:
@@ -109,21 +109,15 @@ def _checked(move: Move, problem: Problem) -> Move:
 
 
 def _verify(problem: Problem, move: Move, delta: Tensor, out: Tensor | None) -> tuple[_Candidate, str]:
-    """Look at delta, delta / 2, ...; the last candidate, with why it is rejected ("" if it is not)."""
-    rule, candidate = move.acceptance, _Candidate()
+    """Look at theta + delta; what was seen there, and why it is rejected ("" if it is not)."""
+    candidate = _Candidate()
     if not bool(torch.isfinite(delta).all()):
         return candidate, "the proposed move is not finite"
     if not bool((delta != 0).any()):
         return candidate, "; ".join(("the teleporter found no move", *move.notes))
-    heldout = max(move.used) + 1
-    reason = ""
-    for halving in range(HALVINGS + 1):
-        candidate = _Candidate(scale=0.5**halving)
-        problem.place(delta * candidate.scale)
-        reason = _losses_kept(problem, move, candidate, heldout if heldout < problem.batches else None)
-        if not reason:
-            break
-    return candidate, reason or _promise_kept(problem, move, candidate, rule, out)
+    problem.place(delta)
+    reason = _losses_kept(problem, move, candidate, heldout_batch(problem, move.used))
+    return candidate, reason or _promise_kept(problem, move, candidate, move.acceptance, out)
 
 
 def _losses_kept(problem: Problem, move: Move, candidate: _Candidate, heldout: int | None) -> str:
@@ -159,9 +153,12 @@ def _promise_kept(problem: Problem, move: Move, candidate: _Candidate, rule: Acc
 
 def _gained(objective: str, before: Tensor, after: Tensor, rule: Acceptance) -> str:
     gain = ob.gain(objective, before, after)
-    least = rule.min_cosine if objective == "conflict" else rule.min_norm
-    what = "the smallest cosine rose by" if objective == "conflict" else "the balanced gradient norm rose by"
-    return "" if gain >= least else f"{what} {gain:+.3f}, less than the required {least:.3f}"
+    least = rule.min_angle if objective == "conflict" else rule.min_norm
+    if gain >= least:
+        return ""
+    if objective == "conflict":
+        return f"the largest angle to the mean gradient fell by {gain:+.3f} rad, less than the required {least:.3f}"
+    return f"the balanced gradient norms rose by {gain:+.1%}, less than the required {least:.1%}"
 
 
 def _report(
@@ -186,7 +183,7 @@ def _report(
         seconds=seconds,
         skipped_layers=dict(move.skipped_layers),
         objective=move.objective,
-        length=float(delta.double().norm()) * candidate.scale / theta if theta else 0.0,
+        length=float(delta.double().norm()) / theta if theta else 0.0,
         notes=tuple(move.notes),
     )
 

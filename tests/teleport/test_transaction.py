@@ -71,7 +71,7 @@ def f32_convnet():
 def test_identity_of_everything(build, teleporter, accept):
     model, x, ys = build()
     least = 1e-6 if accept else 1e6
-    rule = Acceptance(tolerance=0.5, min_cosine=least, min_norm=least)
+    rule = Acceptance(tolerance=0.5, min_angle=least, min_norm=least)
     teleporter = type(teleporter)(acceptance=rule)
     model.trunk[5].eval()  # a frozen batch norm keeps its mode
     model.trunk[0].bias.requires_grad_(False)
@@ -161,8 +161,8 @@ class Fixed:
         (Fixed(float("nan")), "not finite"),
         (Fixed(0.0), "no move"),
         (Fixed(10.0), "drifted"),
-        (Fixed(1e-6, "conflict"), "cosine rose"),
-        (Fixed(1e-6, "norm"), "norm rose"),
+        (Fixed(1e-6, "conflict"), "angle to the mean gradient"),
+        (Fixed(1e-6, "norm"), "norms rose"),
     ],
 )
 def test_rejections_say_why_and_change_nothing(teleporter, reason):
@@ -173,6 +173,29 @@ def test_rejections_say_why_and_change_nothing(teleporter, reason):
     assert not report.accepted
     assert reason in report.reason
     seen.check(moved=False)
+
+
+def test_a_second_move_is_asked_for_at_theta():
+    model, x, ys = conflicting()
+    seen = []
+
+    class Twice(Fixed):
+        def propose(self, problem):
+            seen.append([p.detach().clone() for p in problem.params])
+            return Move(1e-4 * torch.ones(sum(p.numel() for p in problem.params)), "norm", otherwise=self.again)
+
+        def again(self, problem):
+            seen.append([p.detach().clone() for p in problem.params])
+            return Move(1e-5 * torch.ones(sum(p.numel() for p in problem.params)), "none")
+
+    opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk, teleporter=Twice(0))
+    report = opt.teleport(lambda: losses(model, x, ys))
+    assert report.accepted
+    assert report.objective == "none"
+    assert len(seen) == 2
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    moved = [(p.detach() - a) for p, a in zip(model.trunk.parameters(), seen[0], strict=True)]
+    torch.testing.assert_close(torch.cat([m.flatten() for m in moved]), torch.full((sum(m.numel() for m in moved),), 1e-5), rtol=1e-2, atol=1e-7)  # noqa: E501  # fmt: skip
 
 
 def test_a_placebo_is_accepted_on_drift_alone():
