@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torchjd.aggregation as jd
 from numpy.typing import NDArray
 from scipy import optimize
 from torch import Tensor
@@ -166,6 +165,8 @@ def scipy(solve: Solver) -> Rival:
 
 def nash_of_torchjd(G: Matrix) -> Solver:
     """torchjd's Nash-MTL takes the gradients; a triangular factor of M stands for them."""
+    import torchjd.aggregation as jd
+
     weigh = jd.NashMTL(n_tasks=len(G), max_norm=0.0).weighting
     matrix = torch.from_numpy(np.linalg.qr(G.T, mode="r").T.copy())
 
@@ -181,6 +182,8 @@ def project(gramian: Tensor) -> Tensor:
 
 
 def methods() -> list[Method]:
+    import torchjd.aggregation as jd
+
     conic = gramian_weighting
     residual, gap = "max_i |w_i^(1/alpha) (M w)_i - 1|", "shortfall of min_i g_i^T d, relative to c ||g_0|| ||g_w||"
     raw = {"rescale": 0, "scale": "raw"}

@@ -110,7 +110,8 @@ class _Device:
         self._device = device
 
     def where(self, condition: Array, x: Array, y: Array) -> Array:
-        return torch.where(condition, x, y)
+        # Two Python numbers would make a tensor of torch's default dtype.
+        return torch.where(condition, self.scalar(x) if isinstance(x, float) else x, y)
 
     pick = where
 

@@ -45,6 +45,13 @@ def _start(arrays: Arrays, C: Array, b: Array, a: Array, constraint: Constraint)
     return constraint.scaled(1 / y), y, mu
 
 
+def _shared_by_twins(arrays: Arrays, C: Array, a: Array, q: Array) -> Array:
+    """q with equal shares for equal tasks, whose shares the conditions leave open and rounding would decide."""
+    same = (C > 1 - 1e-12) & (abs(a[:, None] - a) <= 1e-12 * a)
+    twins = arrays.where(same, 1.0, 0.0)
+    return (twins @ q) / twins.sum(1)
+
+
 def solve_interior(
     arrays: Arrays, C: Array, b: Array, a: Array, constraint: Constraint, floor: float, iterations: int
 ) -> InteriorPoint:
@@ -89,4 +96,4 @@ def solve_interior(
         dy = -complementarity - y * dq / q
         t = arrays.at_most(arrays.at_least(1 - gap / size, _STEP) * _longest(arrays, q, dq, y, dy), 1.0)
         q, y, mu = constraint.scaled(q + t * dq), y + t * dy, mu + t * dmu
-    return best
+    return best._replace(q=_shared_by_twins(arrays, C, a, best.q))
