@@ -146,6 +146,8 @@ def _checked(
     thunks: Sequence[Thunk], model: nn.Module, params: Sequence[Tensor], group: Any, *, look_closely: bool
 ) -> Iterator[TaskLosses]:
     """:func:`run`, with a look at whether the processes' losses can be averaged."""
+    if look_closely:
+        _refuse_hooks(params)
     device = params[0].device if params else torch.device("cpu")
     lockstep = group is not None and communicates(model, params)
     foreign = refusing_foreign_wrappers(model) if look_closely and group is not None else nullcontext()
@@ -157,6 +159,15 @@ def _checked(
             unseen = False
             yield tasks
             del tasks
+
+
+def _refuse_hooks(params: Sequence[Tensor]) -> None:
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in params):
+        raise RuntimeError(
+            "model: a parameter has a hook from register_post_accumulate_grad_hook (an optimizer in the backward pass, "
+            "say), which would run once per task, with that task's gradient: remove it, or use "
+            "optimizer.base.register_step_pre_hook, which sees the combined gradient"
+        )
 
 
 def _averaged(

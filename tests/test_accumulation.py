@@ -67,7 +67,7 @@ def test_one_task_in_micro_batches_is_plain_accumulation():
 
 def test_a_tuple_and_one_closure_in_a_list_will_do():
     (model, optimizer), (big, reference) = setup(), setup()
-    parts, whole = micro_batches()
+    _, whole = micro_batches()
     optimizer.step(tuple(parts_of(model, [whole])))
     reference.step(lambda: losses(big, *whole))
     assert torch.equal(flat(list(model.parameters())), flat(list(big.parameters())))

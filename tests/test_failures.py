@@ -1,0 +1,370 @@
+"""What goes wrong leaves the model as it was: NaN and inf, a lack of memory, an interrupt, an exception anywhere."""
+
+import copy
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import cost_mtl
+from cost_mtl import COST, DenseTeleporter, LoRATeleporter, TeleportSchedule
+from tests.nets import MultiHead, conflicting, convnet, data, flat, losses, mlp
+
+NAN, INF = float("nan"), float("inf")
+
+
+class BadGradient(torch.autograd.Function):
+    """The identity with a gradient that is not finite."""
+
+    @staticmethod
+    def forward(ctx, x, value):
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.full_like(grad, ctx.value), None
+
+
+def in_the_loss(model, x, ys, task, value):
+    values = losses(model, x, ys)
+    values[task] = values[task] * value
+    return values
+
+
+def in_the_shared_gradient(model, x, ys, task, value):
+    values = losses(model, x, ys)
+    values[task] = (model.heads[task](BadGradient.apply(model.trunk(x), value)) - ys[task]).square().mean()
+    return values
+
+
+def in_the_own_gradient(model, x, ys, task, value):
+    """Losses and G are finite; only the head's own gradient is not."""
+    values = losses(model, x, ys)
+    head = model.heads[task]
+    out = nn.functional.linear(model.trunk(x), head.weight.detach(), BadGradient.apply(head.bias, value))
+    values[task] = (out - ys[task]).square().mean()
+    return values
+
+
+def in_the_data(model, x, ys, task, value):
+    """Everything is lost: all tasks."""
+    return losses(model, x * value, ys)
+
+
+PLACES = [in_the_loss, in_the_shared_gradient, in_the_own_gradient, in_the_data]
+
+
+def everything(model, optimizer):
+    """Parameters, buffers and optimizer state as bytes."""
+    tensors = [*model.state_dict().values()]
+    tensors += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return [t.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def finite(model, optimizer):
+    tensors = [*model.state_dict().values()]
+    tensors += [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return all(bool(torch.isfinite(t).all()) for t in tensors)
+
+
+def trained(policy, steps=2, K=3, **settings):
+    model = mlp(K)
+    base = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = COST(base, model, on_nonfinite=policy, **{"shared": model.trunk} | settings)
+    for seed in range(steps):
+        x, ys = data(K, seed=seed)
+        optimizer.step(lambda x, ys: losses(model, x, ys), x, ys)
+    return model, optimizer
+
+
+# ------------------------------------------------------------------------------------ NaN and inf
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"every": 3}, {"shared": None}, {"heads": "weighted"}],
+    ids=["default", "every", "found", "weighted"],
+)
+def test_raise_names_the_task_and_changes_nothing(where, value, settings):
+    model, optimizer = trained("raise", **settings)
+    before, step = everything(model, optimizer), optimizer.progress.step
+    x, ys = data(3, seed=9)
+    with pytest.raises(FloatingPointError, match=r"task '0'" if where is in_the_data else r"task '1'"):
+        optimizer.step(lambda x, ys: where(model, x, ys, 1, value), x, ys)
+    assert everything(model, optimizer) == before
+    assert optimizer.progress.step == step
+    assert all(p.grad is None for p in model.parameters())  # nothing for another optimizer to take
+    optimizer.step(lambda x, ys: losses(model, x, ys), x, ys)
+    assert everything(model, optimizer) != before
+    assert finite(model, optimizer)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_skip_leaves_the_step_out_and_counts_it(where):
+    model, optimizer = trained("skip")
+    before = everything(model, optimizer)
+    x, ys = data(3, seed=9)
+    for count in (1, 2):
+        values = optimizer.step(lambda x, ys: where(model, x, ys, 1, NAN), x, ys)
+        assert values.shape == (3,)
+        assert everything(model, optimizer) == before
+        report = optimizer.last_step
+        assert report.skipped
+        assert report.skipped_total == count
+        assert report.names == ("0", "1", "2")
+        assert bool(torch.isnan(report.weights).all())
+        assert all(p.grad is None for p in model.parameters())
+    optimizer.step(lambda x, ys: losses(model, x, ys), x, ys)
+    assert not optimizer.last_step.skipped
+    assert optimizer.last_step.skipped_total == 2
+    assert optimizer.progress.step == 5
+    assert everything(model, optimizer) != before
+    assert finite(model, optimizer)
+
+
+def test_a_skipped_batch_is_the_same_as_none():
+    """State, memory and running statistics: the run goes on as if the bad batch had not been there."""
+
+    def run(bad):
+        torch.manual_seed(0)
+        model = convnet(dropout=0.0)
+        optimizer = COST(
+            torch.optim.AdamW(model.parameters(), lr=0.01), model, shared=model.trunk, on_nonfinite="skip",
+            weighting=cost_mtl.weighting.FAMO(), trigger=lambda M: False, schedule=TeleportSchedule(start=0),
+        )  # fmt: skip
+        for seed in range(4):
+            x, ys = data(2, seed=seed, shape=(2, 8, 8))
+            if bad and seed == 2:
+                optimizer.step(lambda x, ys: losses(model, x * NAN, ys), x, ys)
+            optimizer.step(lambda x, ys: losses(model, x, ys), x, ys)
+        return everything(model, optimizer), len(optimizer.progress.memory), finite(model, optimizer)
+
+    assert run(bad=True) == run(bad=False)
+
+
+def test_one_task_alone_is_looked_at_too():
+    model, optimizer = trained("raise", K=1)
+    before = everything(model, optimizer)
+    x, ys = data(1, seed=9)
+    with pytest.raises(FloatingPointError, match="task '0'"):
+        optimizer.step(lambda x, ys: in_the_own_gradient(model, x, ys, 0, NAN), x, ys)
+    assert everything(model, optimizer) == before
+
+
+def test_a_schedule_goes_on_over_a_skipped_step_without_a_warning():
+    model, optimizer = trained("skip", steps=0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    x, ys = data(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(lambda: losses(model, x * NAN, ys))
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.005
+
+
+def test_gradients_beyond_the_range_of_their_squares_are_not_called_infinite():
+    """||g||^2 overflows float32 at ||g|| = 1e19."""
+    model = mlp(3)
+    optimizer = COST(torch.optim.SGD(model.parameters(), lr=1e-25), model, shared=model.trunk)
+    x, ys = data(3)
+    optimizer.step(lambda: [1e25 * v for v in losses(model, x, ys)])
+    assert finite(model, optimizer)
+    assert float(optimizer.last_step.norms.min()) > 1e19
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (lambda M: torch.full((3,), NAN), Exception),
+        (lambda M: torch.ones(2), Exception),
+        (lambda M: 1 / 0, ZeroDivisionError),
+    ],
+)
+def test_a_weighting_that_fails_stops_the_step_before_anything_moves(answer, error):
+    model, optimizer = trained("raise", steps=0, weighting=answer)
+    before = everything(model, optimizer)
+    x, ys = data(3)
+    with pytest.raises(error):
+        optimizer.step(lambda: losses(model, x, ys))
+    assert everything(model, optimizer) == before
+
+
+# ------------------------------------------------------------------------------------ inside a teleport
+
+
+class Snapshot:
+    """All that a teleport may touch."""
+
+    def __init__(self, model, optimizer):
+        self.state = everything(model, optimizer)
+        self.modules = [(n, id(m), type(m), m.training) for n, m in model.named_modules()]
+        self.params = [(n, id(p), p.requires_grad, p.data_ptr()) for n, p in model.named_parameters()]
+        self.grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        self.streams = (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate())
+
+    def same_as(self, other):
+        grads = all(
+            (a is None and b is None) or torch.equal(a, b) for a, b in zip(self.grads, other.grads, strict=True)
+        )
+        return grads and all(getattr(self, k) == getattr(other, k) for k in ("state", "modules", "params", "streams"))
+
+
+class Failing:
+    """A closure that raises in its n-th call."""
+
+    def __init__(self, model, x, ys, call, error):
+        self.model, self.x, self.ys, self.call, self.error, self.calls = model, x, ys, call, error, 0
+
+    def __call__(self, *_):
+        self.calls += 1
+        random.random(), np.random.rand()
+        values = losses(self.model, self.x, self.ys)
+        if self.calls == self.call:
+            raise self.error
+        return values
+
+
+def teleporting(teleporter, seed=0):
+    """A model with a conflict and batch norm, one step before a teleport is due."""
+    base_model, x, ys = conflicting(seed=seed)
+    model = MultiHead(nn.Sequential(*base_model.trunk, nn.BatchNorm1d(8)), 8, 2)
+    model.heads = base_model.heads
+    optimizer = COST(
+        torch.optim.AdamW(model.parameters(), lr=1e-3), model, shared=model.trunk, teleporter=teleporter,
+        trigger=lambda M: True, schedule=TeleportSchedule(start=1, cooldown=1),
+    )  # fmt: skip
+    optimizer.step(lambda x, ys: losses(model, x, ys), x, ys)
+    return model, optimizer, x, ys
+
+
+TELEPORTERS = [DenseTeleporter(), LoRATeleporter(rank=2)]
+
+
+@pytest.mark.parametrize("teleporter", TELEPORTERS, ids=["dense", "LoRA"])
+@pytest.mark.parametrize("call", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("the closure's own"), torch.OutOfMemoryError("no")])
+def test_a_forced_teleport_that_is_broken_off_leaves_no_trace(teleporter, call, error):
+    model, optimizer, x, ys = teleporting(teleporter)
+    before = Snapshot(model, optimizer)
+    closure = Failing(model, x, ys, call, error)
+    with pytest.raises(type(error)):
+        optimizer.teleport(closure)
+    assert closure.calls == call
+    assert Snapshot(model, optimizer).same_as(before)
+    optimizer.step(lambda x, ys: losses(model, x, ys), x, ys)  # and training goes on
+    assert finite(model, optimizer)
+
+
+@pytest.mark.parametrize("teleporter", TELEPORTERS, ids=["dense", "LoRA"])
+@pytest.mark.parametrize("call", [2, 4, 6])
+def test_an_interrupt_in_a_step_that_teleports_leaves_the_parameters(teleporter, call):
+    model, optimizer, x, ys = teleporting(teleporter)
+    before = Snapshot(model, optimizer)
+    once = copy.deepcopy(model)
+    losses(once, x, ys)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(Failing(model, x, ys, call, KeyboardInterrupt()), x, ys)
+    after = Snapshot(model, optimizer)
+    assert after.modules == before.modules
+    assert after.params == before.params
+    assert torch.equal(flat(list(model.parameters())), flat(list(once.parameters())))
+    for buffer, counted_once in zip(model.buffers(), once.buffers(), strict=True):
+        assert torch.equal(buffer, counted_once)
+
+
+@pytest.mark.parametrize("teleporter", TELEPORTERS, ids=["dense", "LoRA"])
+@pytest.mark.parametrize("call", [2, 3, 5])
+def test_out_of_memory_in_a_teleport_gives_the_step_without_one(teleporter, call):
+    model, optimizer, x, ys = teleporting(teleporter)
+    plain, reference, _, _ = teleporting(None)
+    optimizer.step(Failing(model, x, ys, call, torch.OutOfMemoryError("no memory left")), x, ys)
+    reference.step(Failing(plain, x, ys, 0, None), x, ys)
+    report = optimizer.last_step.teleport
+    assert not report.accepted
+    assert "out of memory: no memory left" in report.reason
+    assert everything(model, optimizer) == everything(plain, reference)
+
+
+def test_out_of_memory_in_the_ordinary_evaluation_is_the_users():
+    model, optimizer, x, ys = teleporting(DenseTeleporter())
+    start = flat(list(model.parameters()))
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step(Failing(model, x, ys, 1, torch.OutOfMemoryError("no")), x, ys)
+    assert torch.equal(flat(list(model.parameters())), start)
+
+
+class Wild:
+    """A teleporter that goes where the losses are not finite."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def propose(self, problem):
+        return cost_mtl.Move(torch.full_like(problem.gradients[0], self.size), "none")
+
+
+@pytest.mark.parametrize("size", [NAN, INF, 1e30])
+def test_a_move_to_where_nothing_is_finite_is_rejected(size):
+    model, optimizer, x, ys = teleporting(Wild(size))
+    before = Snapshot(model, optimizer)
+    report = optimizer.teleport(lambda: losses(model, x, ys))
+    assert not report.accepted
+    assert Snapshot(model, optimizer).same_as(before)
+
+
+def test_a_callback_that_fails_does_not_undo_an_accepted_teleport():
+    """The parameters moved, and stay; the exception reaches the user."""
+    model, x, ys = conflicting()
+
+    def complain(report):
+        raise ValueError("the callback's own")
+
+    optimizer = COST(
+        torch.optim.SGD(model.parameters(), lr=1e-3), model, shared=model.trunk, teleporter=DenseTeleporter(),
+        on_teleport=complain,
+    )  # fmt: skip
+    start = flat(list(model.parameters()))
+    with pytest.raises(ValueError, match="the callback's own"):
+        optimizer.teleport(lambda: losses(model, x, ys))
+    assert not torch.equal(flat(list(model.parameters())), start)
+
+
+# ------------------------------------------------------------------------------------ what can't work
+
+
+def test_hooks_that_update_during_the_backward_pass_are_refused():
+    """Optimizers in the backward pass would step K times, with one task's gradient each."""
+    model, optimizer = trained("raise", steps=0)
+    calls = []
+    model.trunk[0].weight.register_post_accumulate_grad_hook(calls.append)
+    x, ys = data(3)
+    with pytest.raises(RuntimeError, match="register_post_accumulate_grad_hook"):
+        optimizer.step(lambda: losses(model, x, ys))
+    assert calls == []
+
+
+@pytest.mark.parametrize("shared", ["given", "found"])
+def test_complex_parameters_cannot_be_shared(shared):
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x.to(torch.complex64) @ self.weight).real
+
+    model = MultiHead(Spectral(), 6, 2)
+    start = model.trunk.weight.detach().clone()
+    optimizer = COST(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk if shared == "given" else None
+    )
+    x, ys = data(2)
+    with pytest.raises(TypeError, match="complex"):
+        optimizer.step(lambda: losses(model, x, ys))
+    assert torch.equal(model.trunk.weight, start)
