@@ -57,8 +57,8 @@ class MergedModel(nn.Module, ABC):
         self._names = {block: first_name[block] for block in self.blocks}
         self._cached: dict[str, Tensor] | None = None
 
-    def _stacked(self, block: str, vectors: Sequence[TaskVector]) -> tuple[list[int], Tensor]:
-        """The n vectors that have the block, and their values [n, *shape] in the dtype to compute in."""
+    def _stacked(self, block: str, vectors: Sequence[TaskVector]) -> tuple[slice | list[int], Tensor]:
+        """Which n vectors have the block, and their values [n, *shape] in the dtype to compute in."""
         base = self._base[block]
         rows = [t for t, vector in enumerate(vectors) if block in vector.blocks]
         taus = [vectors[t].blocks[block] for t in rows]
@@ -66,7 +66,8 @@ class MergedModel(nn.Module, ABC):
             if tau.shape != base.shape:
                 raise ValueError(f"{block!r}: shape {list(base.shape)} in the model, {list(tau.shape)} in a vector")
         dtype = compute_dtype(base.dtype, *(tau.dtype for tau in taus))
-        return rows, torch.stack([tau.to(base.device, dtype) for tau in taus])
+        stack = torch.stack([tau.to(base.device, dtype) for tau in taus])
+        return (slice(None) if len(rows) == len(vectors) else rows), stack  # a slice is a view: no gather, no scatter
 
     @abstractmethod
     def merged_block(self, block: str) -> Tensor:

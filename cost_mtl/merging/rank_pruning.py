@@ -22,7 +22,7 @@ _MARGIN = 0.1
 class _Decomposed:
     """The vectors' values of one matrix: rows [n] of the scores, U [n, o, r], S [n, r], Vᵀ [n, r, i]."""
 
-    rows: list[int]
+    rows: slice | list[int]
     u: Tensor
     s: Tensor
     vt: Tensor
@@ -64,7 +64,7 @@ class RankPruning(MergedModel):
         self.coefficients = nn.Parameter(torch.full((len(vectors), len(self.blocks)), float(scale), device=device))
         self.matrices = tuple(block for block in self.blocks if self._base[block].dim() > 1)
         self._column = {block: number for number, block in enumerate(self.blocks)}
-        self._plain: dict[str, tuple[list[int], Tensor]] = {}
+        self._plain: dict[str, tuple[slice | list[int], Tensor]] = {}
         self._decomposed: dict[str, _Decomposed] = {}
         for block in self.blocks:
             rows, taus = self._stacked(block, vectors)

@@ -188,7 +188,7 @@ def test_history_with_earlier_points_and_random_directions_leave_it(problem):
         result = run(problem, **options)
         if any(iteration.moved for iteration in result.iterations):
             change = TaskVector(pretrained, result.model).blocks
-            assert max(multiples(change, delta).values()) > 1e-2
+            assert max(multiples(change, delta).values()) > 1e-3  # rounding: 1e-6
     assert any(i.moved for i in run(problem, direction="history", history=earlier).iterations)
 
 

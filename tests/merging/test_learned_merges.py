@@ -166,6 +166,27 @@ def test_the_learned_change_is_a_task_vector(problem, tmp_path):
     TaskVector.load(tmp_path / "tau.safetensors", base=model)
 
 
+@pytest.mark.parametrize("build", [AnisotropicScaling, RankPruning])
+def test_scalars_and_empty_parameters(build):
+    """CLIP's logit scale has no dimension; an empty parameter has no values."""
+
+    class Odd(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(value))
+            self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, x):
+            return x * self.scale
+
+    model = Odd(1.0)
+    merged = build(model, [TaskVector(model, Odd(3.0)), TaskVector(model, Odd(5.0))])
+    with torch.no_grad():
+        merged.coefficients.fill_(0.5)
+    assert float(merged(torch.tensor(2.0)).detach()) == 2 * (1 + 0.5 * 2 + 0.5 * 4)
+    assert float(merged.merged_model().scale) == 4
+
+
 def test_vectors_of_different_blocks(mlp, perturb):
     whole = TaskVector(mlp, perturb(mlp, 1))
     part = TaskVector(mlp, perturb(mlp, 2)).select(lambda block: block == "2.bias")
@@ -215,7 +236,7 @@ def test_patience_and_budget(problem):
 
 
 def test_patience_follows_the_training_not_the_candidate(problem):
-    """From a bad start the course falls every epoch, and is not cut short because zero coefficients are better still."""
+    """From a bad start the course falls every epoch; that zero coefficients are better still does not cut it short."""
     model, vectors, _, train, _ = problem
     own = [(x, model(x).detach()) for x, _ in train]
     scaling = AnisotropicScaling(model, vectors, init=2.0)
