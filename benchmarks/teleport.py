@@ -2,7 +2,7 @@
 
 At each moment the model and optimizer are copied and every teleporter is tried on the copy: losses kept on the batches
 it used, on batches it never saw (train and eval mode), gradient norms, smallest cosine with the mean gradient, share
-accepted, cost in ordinary steps.
+accepted, cost in ordinary steps (on top of the step that it happens in, whose evaluation it shares).
 
     python benchmarks/teleport.py [--problems qm9 multimnist] [--moments 50] [--out runs/teleport.json]
 """
@@ -48,14 +48,16 @@ class Placebo:
 
 
 def contestants() -> dict[str, Any]:
-    loose = Acceptance(tolerance=0.01, tolerance_heldout=0.05)
+    def lora(**rule: float) -> LoRATeleporter:
+        return LoRATeleporter(acceptance=Acceptance(**rule))
+
     return {
         "LoRA (default)": LoRATeleporter(),
         "LoRA, norm": LoRATeleporter(objective="norm"),
         "dense": DenseTeleporter(),
-        "dense, norm": DenseTeleporter(objective="norm"),
-        "LoRA, held-out tolerance 2 %": LoRATeleporter(acceptance=Acceptance(tolerance_heldout=0.02)),
-        "LoRA, 2 constraint batches": LoRATeleporter(solver=LevelSet(constraints=2), acceptance=loose),
+        "LoRA, held-out tolerance 2 %": lora(tolerance_heldout=0.02),
+        "LoRA, held-out tolerance 10 %": lora(tolerance_heldout=0.1),
+        "LoRA, 2 constraint batches": LoRATeleporter(solver=LevelSet(constraints=2)),
         "placebo 1 %": Placebo(0.01),
     }
 
@@ -133,7 +135,7 @@ def try_one(problem: Problem, moment: tuple[Heads, cost_mtl.COST, list[Any]], te
         "norm_ratio": ratio,
         "cos_before": float(report.cosines_before.min()),
         "cos_after": None if report.cosines_after is None else float(report.cosines_after.min()),
-        "steps": seconds / step_seconds,
+        "steps": seconds / step_seconds - 1,
         "calls": report.closure_calls,
         "length": report.length,
     }

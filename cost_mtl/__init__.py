@@ -16,6 +16,7 @@ from cost_mtl.gradients import combine, cosines, gramian, task_gradients
 from cost_mtl.optimizer import COST
 from cost_mtl.teleport import (
     DenseTeleporter,
+    DifferenceTeleporter,
     LevelSet,
     LoRATeleporter,
     NoAdaptableLayerError,
@@ -31,6 +32,7 @@ __all__ = [
     "CAGrad",
     "ConflictShare",
     "DenseTeleporter",
+    "DifferenceTeleporter",
     "DominatedConflict",
     "EqualWeighting",
     "FairGrad",

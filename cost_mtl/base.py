@@ -22,6 +22,7 @@ __all__ = [
     "Losses",
     "Move",
     "ObservingWeighting",
+    "RemembersIterates",
     "Solution",
     "SolverReport",
     "SolvingWeighting",
@@ -209,6 +210,11 @@ class TeleportProblem(Protocol):
         ...
 
     @property
+    def iterates(self) -> Sequence[Tensor]:
+        """Earlier values of the shared parameters [m], latest last, for a :class:`RemembersIterates`."""
+        ...
+
+    @property
     def generator(self) -> torch.Generator:
         """CPU generator keyed on (seed, step), the same on every process."""
         ...
@@ -292,6 +298,17 @@ class Teleporter(Protocol):
     """Proposes a move. Snapshot, verification, acceptance and restoring are COST's, the same for all teleporters."""
 
     def propose(self, problem: TeleportProblem, /) -> Move: ...
+
+
+@runtime_checkable
+class RemembersIterates(Protocol):
+    """A teleporter that wants the last ``directions`` values of the shared parameters, ``every`` steps apart."""
+
+    @property
+    def directions(self) -> int: ...
+
+    @property
+    def every(self) -> int: ...
 
 
 # ------------------------------------------------------------------------------------------------ reports

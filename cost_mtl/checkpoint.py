@@ -67,6 +67,7 @@ class Progress:
         num_tasks: K of the last step; None before the first.
         shared: indices of the shared parameters among the model's, where they are found from the graph.
         memory: the last batches, latest last.
+        iterates: earlier values of the shared parameters [m], latest last, for a teleporter that works with them.
     """
 
     step: int = 0
@@ -80,6 +81,7 @@ class Progress:
     num_tasks: int | None = None
     shared: list[int] = field(default_factory=list)
     memory: list[tuple[Any, ...]] = field(default_factory=list)
+    iterates: list[Tensor] = field(default_factory=list)
 
     def pack(self) -> dict[str, Any]:
         """For ``state_dict()["cost"]``. Batches that ``torch.load(weights_only=True)`` would refuse are counted, not

@@ -252,7 +252,7 @@ class COST(OptimizerWrapper):
         roots = trajectory.second_moment_root(self.base, layout.params)
         scale = None if roots is None else layout.flatten(roots)
         return self._driver.problem(
-            self.model, (layout, own), [thunks, *earlier], before, now, M, scale, self._group, self.progress.step
+            self.model, (layout, own), [thunks, *earlier], before, now, M, scale, self._group, self.progress
         )
 
     def _teleport_in_step(
@@ -411,6 +411,7 @@ class COST(OptimizerWrapper):
         p.step += 1
         if batch and self.memory and self._driver.enabled:
             p.memory = [*p.memory, batch][-self.memory :]
+        self._driver.remember(p, now.layout)
         report = StepReport(losses, now.names, weights=weighed.weights, conflict=conflict, teleport=teleport,
                             solver=weighed.solver, skipped_total=p.skipped)  # fmt: skip
         if len(now.names) > 1 and now.weights is None:

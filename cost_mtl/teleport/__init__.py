@@ -1,8 +1,16 @@
 """Teleports: the transaction, the objective, one file per teleporter. A new one: one file, one line here."""
 
 from cost_mtl.teleport.dense import DenseTeleporter
+from cost_mtl.teleport.difference import DifferenceTeleporter
 from cost_mtl.teleport.level_set import LevelSet
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
 from cost_mtl.teleport.problem import UnrepeatableClosureError
 
-__all__ = ["DenseTeleporter", "LevelSet", "LoRATeleporter", "NoAdaptableLayerError", "UnrepeatableClosureError"]
+__all__ = [
+    "DenseTeleporter",
+    "DifferenceTeleporter",
+    "LevelSet",
+    "LoRATeleporter",
+    "NoAdaptableLayerError",
+    "UnrepeatableClosureError",
+]

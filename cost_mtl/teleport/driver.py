@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cost_mtl.base import Teleporter, TeleportReport, Trigger
+from cost_mtl.base import RemembersIterates, Teleporter, TeleportReport, Trigger
 from cost_mtl.checkpoint import Progress
 from cost_mtl.evaluation import Evaluation, Thunk
 from cost_mtl.gradients import Layout, combine, gramian
@@ -61,6 +61,13 @@ class TeleportDriver:
         """Whether the coming step may teleport."""
         return self.enabled and self.schedule.allows(progress.step, progress.attempts, progress.last_attempt)
 
+    def remember(self, progress: Progress, params: Layout) -> None:
+        """Keep the current shared parameters where the teleporter works with earlier ones."""
+        teleporter = self.teleporter
+        if isinstance(teleporter, RemembersIterates) and progress.step % teleporter.every == 0:
+            here = params.flatten(list(params.params))
+            progress.iterates = [*progress.iterates, here][-teleporter.directions :]
+
     def conflict(self, M: Tensor) -> bool:
         """What the trigger says of a Gramian on the host."""
         return bool(self.trigger(M)) if self.trigger is not None else False
@@ -79,7 +86,7 @@ class TeleportDriver:
         M: Tensor,
         scale: Tensor | None,
         group: Any,
-        step: int,
+        progress: Progress,
     ) -> Problem:
         """The landscape around the current point; see :class:`~cost_mtl.teleport.problem.Problem`."""
         layout, own = parameters
@@ -93,7 +100,8 @@ class TeleportDriver:
             gradients=now.gradients.matrix,
             gramian=M.double(),
             scale=scale,
-            generator=self.generator(step),
+            generator=self.generator(progress.step),
+            iterates=[t for t in progress.iterates if len(t) == layout.numel],
             group=group,
         )
 

@@ -44,6 +44,7 @@ class Problem:
     gramian: Tensor
     scale: Tensor | None
     generator: torch.Generator
+    iterates: Sequence[Tensor] = ()
     group: Any = None
     calls: int = 0
     theta: list[Tensor] = field(init=False)

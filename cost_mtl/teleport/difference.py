@@ -1,0 +1,103 @@
+"""Teleports along differences of past iterates: few unknowns, no adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cost_mtl.base import Acceptance, Move, TeleportProblem
+from cost_mtl.teleport import objective as ob
+from cost_mtl.teleport.dense import DenseSpace
+from cost_mtl.teleport.level_set import LevelSet, climb
+
+
+class DifferenceSpace(DenseSpace):
+    """phi: one coefficient per earlier iterate and block (parameter tensor), n = H B. The direction of (h, b) is block
+    b of theta - theta_h, scaled to unit length."""
+
+    def __init__(self, problem: TeleportProblem) -> None:
+        super().__init__(problem)
+        rows = [self._unit_blocks(self.theta - earlier.to(self.theta)) for earlier in problem.iterates]
+        self.directions = torch.stack(rows)  # [H, m]
+
+    def _unit_blocks(self, difference: Tensor) -> Tensor:
+        for block in self._blocks(difference):
+            length = torch.linalg.vector_norm(block)
+            block.div_(torch.where(length > 0, length, 1.0))
+        return difference
+
+    def _blocks(self, flat: Tensor) -> list[Tensor]:
+        sizes = [p.numel() for p in self.problem.params]
+        return list(flat.split(sizes, dim=-1))
+
+    def _pull_back(self, G: Tensor) -> Tensor:
+        """[R, m] -> [R, n]: inner products with the directions, block by block."""
+        pairs = zip(self._blocks(G), self._blocks(self.directions), strict=True)
+        return torch.stack([g @ d.T for g, d in pairs], dim=-1).flatten(1)
+
+    def gradients(self, batch: int) -> tuple[Tensor, Tensor]:
+        losses, G = super().gradients(batch)
+        return losses, self._pull_back(G)
+
+    def gradients_at(self, delta: Tensor, batch: int, tasks: list[int]) -> Tensor:
+        return self._pull_back(super().gradients_at(delta, batch, tasks)[None])[0]
+
+    def metric(self, J: Tensor) -> Tensor | None:
+        return None
+
+    def place(self, phi: Tensor) -> None:
+        coefficients = phi.view(len(self.directions), -1)
+        blocks = self._blocks(self.directions)
+        super().place(torch.cat([coefficients[:, b] @ block for b, block in enumerate(blocks)]))
+
+
+@dataclass(frozen=True)
+class DifferenceTeleporter:
+    """Moves along theta_t - theta_{t-k}, one coefficient per block and direction, with the objectives and constraints
+    of the other teleporters. The training-time form of DV-BASI's difference vectors (arXiv 2511.17987), which are
+    there used to go on after a merge.
+
+    COST keeps the earlier iterates for it (and saves them in its checkpoints): ``directions`` copies of the shared
+    parameters.
+
+    Args:
+        directions: earlier iterates to keep. Default 4: with B parameter tensors that makes 4 B unknowns.
+        every: steps between two of them. Default 50.
+        objective, solver, acceptance: as for :class:`~cost_mtl.LoRATeleporter`.
+    """
+
+    directions: int = 4
+    every: int = 50
+    objective: Literal["auto", "conflict", "norm"] = "auto"
+    solver: LevelSet = field(default_factory=LevelSet)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    def __post_init__(self) -> None:
+        for name in ("directions", "every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        if self.objective not in ("auto", "conflict", "norm"):
+            raise ValueError(f"objective: expected 'auto', 'conflict' or 'norm', got {self.objective!r}")
+
+    def propose(self, problem: TeleportProblem, /) -> Move:
+        return self._move(ob.order(self.objective, problem.gramian), problem)
+
+    def _move(self, objectives: tuple[str, ...], problem: TeleportProblem) -> Move:
+        if not problem.iterates:
+            nothing = torch.zeros(sum(p.numel() for p in problem.params))
+            return Move(nothing, objectives[0], notes=(f"there is no earlier iterate yet (one every {self.every})",))
+        result = climb(problem, DifferenceSpace(problem), objectives[0], self.acceptance, self.solver)
+        return Move(
+            result.delta,
+            objectives[0],
+            either=self.objective == "auto",
+            used=result.used,
+            notes=result.notes,
+            otherwise=partial(self._move, objectives[1:]) if objectives[1:] else None,
+            acceptance=self.acceptance,
+        )
