@@ -25,10 +25,9 @@ class DifferenceSpace(DenseSpace):
         self.directions = torch.stack(rows)  # [H, m]
 
     def _unit_blocks(self, difference: Tensor) -> Tensor:
-        for block in self._blocks(difference):
-            length = torch.linalg.vector_norm(block)
-            block.div_(torch.where(length > 0, length, 1.0))
-        return difference
+        lengths = [torch.linalg.vector_norm(block) for block in self._blocks(difference)]
+        units = zip(self._blocks(difference), lengths, strict=True)
+        return torch.cat([block / torch.where(length > 0, length, 1.0) for block, length in units])
 
     def _blocks(self, flat: Tensor) -> list[Tensor]:
         sizes = [p.numel() for p in self.problem.params]
