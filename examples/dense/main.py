@@ -76,7 +76,7 @@ def train(args: argparse.Namespace, spec: DenseSpec, defaults: Defaults, size: t
 
 def _synthetic(args: argparse.Namespace, spec: DenseSpec, size: tuple[int, int]) -> Path:
     height, width = args.size or ((32, 64) if args.smoke else size)
-    train_count, val_count = args.scenes or ((8, 2) if args.smoke else (300, 60))
+    train_count, val_count = args.scenes or ((4, 2) if args.smoke else (300, 60))
     settings = SyntheticSettings(train_count, val_count, height, width, args.data_seed)
     name = f"synthetic-{spec.name}-{height}x{width}-{train_count}-{val_count}-{args.data_seed}"
     return write_synthetic(args.cache / name, spec, settings)

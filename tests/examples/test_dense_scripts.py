@@ -174,3 +174,13 @@ def test_help(main: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -
         main([*words, "--help"])
     assert stopped.value.code == 0
     assert "--out" in capsys.readouterr().out
+
+
+def test_faithful_metrics_of_absent_classes_are_dashes_in_table_and_nulls_in_json(tmp_path: Path) -> None:
+    argv = arguments(tmp_path, "out", "--preset", "ls", "--model", "segnet", "--faithful", "--no-augment")
+    assert nyuv2.main(argv) == 0
+    text = (tmp_path / "out/table.md").read_text()
+    assert "as in the public scripts (--faithful)" in text
+    line = next(line for line in text.splitlines() if line.startswith("| LS "))
+    assert [cell.strip() for cell in line.split("|")][2] == "–"  # two tiny images do not show all 13 classes
+    assert json.loads((tmp_path / "out/results.json").read_text())["LS"]["0"]["mIoU"] is None

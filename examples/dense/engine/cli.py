@@ -149,11 +149,12 @@ def run_all(
     presets = args.preset or ([] if args.method else list(default_rows))
     rows = parse_rows(presets, args.method, args.cost)
     results: list[Result] = []
-    for row in rows:
+    for number, row in enumerate(rows):
         seeds = {}
         for seed in args.seeds:
             settings = settings_from(args, defaults, seed)
-            seeds[seed] = run_row(problem, row, settings, run_folder(out, row, seed), identity)
+            place = f"[row {number + 1}/{len(rows)}] "
+            seeds[seed] = run_row(problem, row, settings, run_folder(out, row, seed), identity, place)
         histories = _histories(out, row, args.seeds, problem.tasks)
         results.append(Result(row.label, seeds, "stl" if row.word == STL else "mtl", _teleports(row, histories)))
         table = build_table(

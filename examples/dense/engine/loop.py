@@ -28,7 +28,12 @@ _POSTFIX_SECONDS = 0.5  # reading losses waits for the GPU: not in every step
 
 
 def run_row(
-    problem: Problem, row: Row, settings: TrainSettings, folder: Path, identity: Mapping[str, Any]
+    problem: Problem,
+    row: Row,
+    settings: TrainSettings,
+    folder: Path,
+    identity: Mapping[str, Any],
+    place: str = "",
 ) -> dict[str, float]:
     """Train one row of the table with one seed and return its metrics; what is already done is taken from ``folder``.
 
@@ -38,12 +43,13 @@ def run_row(
         settings: how.
         folder: of this row and seed.
         identity: the problem's own settings, which a checkpoint must agree on.
+        place: where in a set of runs this one is, shown before the progress bar.
     """
     if row.word != STL:
-        return Run(problem, row, problem.tasks, settings, folder, identity).train()
+        return Run(problem, row, problem.tasks, settings, folder, identity).train(place)
     metrics: dict[str, float] = {}
     for task in problem.tasks:
-        metrics |= Run(problem, row, (task,), settings, folder / task, identity).train()
+        metrics |= Run(problem, row, (task,), settings, folder / task, identity).train(place)
     return metrics
 
 
@@ -111,14 +117,18 @@ class Run:
 
     # ------------------------------------------------------------------------------------------- the loop
 
-    def train(self) -> dict[str, float]:
+    def train(self, place: str = "") -> dict[str, float]:
         """All epochs that are not done yet; returns the run's result."""
         if self.settings.resume:
             self._restore()
         recorder = Recorder(self.folder, self.history, tensorboard=self.settings.tensorboard)
         total = self.settings.epochs * self.steps_per_epoch
         done = len(self.history) * self.steps_per_epoch
-        name = f"{self.row.label}, seed {self.settings.seed}" + (f", {self.tasks[0]}" if len(self.tasks) == 1 else "")
+        name = (
+            place
+            + f"{self.row.label}, seed {self.settings.seed}"
+            + (f", {self.tasks[0]}" if len(self.tasks) == 1 else "")
+        )
         with tqdm(total=total, initial=done, desc=name, unit="step", dynamic_ncols=True) as bar:
             for epoch in range(len(self.history) + 1, self.settings.epochs + 1):
                 row = self._epoch(epoch, bar)

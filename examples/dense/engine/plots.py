@@ -15,7 +15,7 @@ __all__ = ["COLOURS", "new_figure", "plot_metrics", "save_figure"]
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D31", "#000000")
 """Okabe and Ito's palette: apart for colour-blind readers too."""
-_MOST_TASKS = 12
+_MOST_TASKS = 8
 """With more tasks than this their training losses share one panel."""
 _STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
 
