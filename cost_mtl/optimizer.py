@@ -39,7 +39,7 @@ from cost_mtl.gradients import Layout, combine, cosines, norms
 from cost_mtl.parallel import group_for
 from cost_mtl.parameters import Shared, all_trainable, held_by, resolve_shared, warn_about_shared
 from cost_mtl.precision import no_autocast
-from cost_mtl.sharding import NO_TELEPORTS, is_sharded
+from cost_mtl.sharding import NO_TELEPORTS, is_sharded, reshard
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
 from cost_mtl.teleport.problem import Problem
@@ -394,6 +394,7 @@ class COST(OptimizerWrapper):
         now = self._moment()
         values = [tasks.values for tasks in run(thunks, self.model)]
         now.restore()
+        reshard(self.model)
         losses = mean_losses(values, self._group)
         self.progress.weighting = self.weighting.observe(losses, weighed.state)
 

@@ -51,6 +51,9 @@ def group_for(model: nn.Module, process_group: Any) -> Any:
             raise ValueError("process_group: torch.distributed is not initialised")
         return None
     wrapped = data_parallel(model)
+    if any(ddp.static_graph for ddp in wrapped):
+        raise ValueError("model: DistributedDataParallel(static_graph=True) counts one backward pass per forward pass; "
+                         "leave the option out, COST averages the gradients itself")  # fmt: skip
     if process_group is False:
         if any(dist.get_world_size(ddp.process_group) > 1 for ddp in wrapped):
             raise ValueError(
@@ -148,7 +151,7 @@ def without_reducer(model: nn.Module) -> Iterator[None]:
     waiting for a backward pass would take ours for it, so it is sent home.
 
     Raises:
-        RuntimeError: inside of DDP's ``join()``, whose shadow collectives know nothing of ours.
+        RuntimeError: DDP's ``join()`` was entered: its shadow collectives know nothing of ours.
     """
     with ExitStack() as stack:
         for ddp in data_parallel(model):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 NO_TELEPORTS = (
     "no teleports: the parameters are sharded by fully_shard, and neither an adapter nor a move along the level set of "
@@ -69,6 +69,15 @@ def pieces_group(params: Sequence[Tensor]) -> Any:
     if any(set(dist.get_process_group_ranks(g)) != set(dist.get_process_group_ranks(groups[0])) for g in groups[1:]):
         raise ValueError("model: expected all sharded parameters on one device mesh, got several")
     return groups[0] if groups else None
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered parameters after a forward pass without a backward pass: FSDP2 would take them, out of date by
+    then, for the next forward pass."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    for m in model.modules() if module is not None else ():
+        if isinstance(m, module.FSDPModule):  # type: ignore[union-attr]
+            m.reshard()
 
 
 def sum_pieces_(values: Tensor, group: Any) -> Tensor:

@@ -1,0 +1,490 @@
+"""Two and four processes (gloo, CPU): in step to the last bit, and equal to one process on the joined batch."""
+
+import copy
+import warnings
+
+import peft  # noqa: F401  (imported once, before the processes are forked)
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cost_mtl
+from cost_mtl import COST, DenseTeleporter, LoRATeleporter, TeleportSchedule
+from cost_mtl.agreement import communicates
+from tests.distributed.harness import refused, spawn
+from tests.nets import convnet, data, flat, losses, mlp
+
+N = 8
+"""Samples per process."""
+
+
+def share(rank, batch):
+    """A process's part of the joined batch."""
+    x, ys = batch
+    rows = slice(rank * N, (rank + 1) * N)
+    return x[rows], [y[rows] for y in ys]
+
+
+def joined(seed, world, K=2, shape=(6,), dtype=torch.float64):
+    x, ys = data(K, world * N, seed=seed, shape=shape)
+    return x.to(dtype), [y.to(dtype) for y in ys]
+
+
+def parameters(model):
+    return flat(list(model.parameters()))
+
+
+def assert_in_step(results):
+    """Every process has the first one's, bit for bit."""
+    for result in results[1:]:
+        assert len(result) == len(results[0])
+        for a, b in zip(results[0], result, strict=True):
+            same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            assert same, (a, b)
+
+
+# ------------------------------------------------------------------------------------ equal to one process
+
+
+SETTINGS = {
+    "default": {},
+    "found": {"shared": None},
+    "every": {"every": 2},
+    "weighted": {"heads": "weighted"},
+    "clipped": {"max_norm": 0.05},
+    "Nash": {"weighting": cost_mtl.NashMTL()},
+    "FAMO": {"weighting": cost_mtl.weighting.FAMO()},
+    "one task": {"K": 1},
+    "micro-batches": {"parts": 2},
+    "teleports": {"teleporter": DenseTeleporter()},
+}
+
+
+def steps_of(model, wrapped, batches, *, K=2, parts=1, **settings):
+    settings = {"shared": model.trunk, "teleporter": None, "trigger": lambda M: True} | settings
+    settings["schedule"] = TeleportSchedule(start=1, cooldown=1)
+    optimizer = COST(torch.optim.AdamW(model.parameters(), lr=0.01), wrapped, **settings)
+    accepted = 0
+    for x, ys in batches:
+        closures = [lambda x, ys, k=k: losses(wrapped, x[k::parts], [y[k::parts] for y in ys]) for k in range(parts)]
+        values = optimizer.step(closures[0] if parts == 1 else closures, x, ys)
+        report = optimizer.last_step.teleport
+        accepted += report is not None and report.accepted
+    return values, accepted
+
+
+def train_a_share(rank, world, wrap, settings):
+    K = settings.get("K", 2)
+    model = mlp(K, dtype=torch.float64)
+    wrapped = DistributedDataParallel(model) if wrap == "DDP" else model
+    batches = [share(rank, joined(seed, world, K)) for seed in range(4)]
+    values, accepted = steps_of(model, wrapped, batches, **settings)
+    return [parameters(model), values, accepted, *[p.grad for p in model.parameters()]]
+
+
+@pytest.mark.parametrize(
+    ("world", "wrap", "name"),
+    [
+        *((2, wrap, name) for wrap in ("DDP", "plain") for name in SETTINGS),
+        (4, "DDP", "default"),
+        (4, "plain", "teleports"),
+    ],
+)
+def test_equal_to_one_process_on_the_joined_batch(name, world, wrap):
+    settings = SETTINGS[name]
+    K = settings.get("K", 2)
+    results = spawn(world, train_a_share, world, wrap, settings)
+    assert_in_step(results)
+    model = mlp(K, dtype=torch.float64)
+    values, accepted = steps_of(model, model, [joined(seed, world, K) for seed in range(4)], **settings)
+    torch.testing.assert_close(results[0][0], parameters(model), rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(results[0][1], values, rtol=1e-5, atol=0.0)
+    assert results[0][2] == accepted
+    assert accepted >= (2 if name == "teleports" else 0)
+
+
+# ------------------------------------------------------------------------------------ teleports
+
+
+def train_with_teleports(rank, world, wrap, teleporter, resume):
+    torch.manual_seed(rank)  # dropout and initial values differ from process to process
+    model = convnet(seed=rank if wrap == "plain" else 0)
+    wrapped = DistributedDataParallel(model) if wrap == "DDP" else model
+
+    def make():
+        return COST(
+            torch.optim.AdamW(model.parameters(), lr=1e-3), wrapped, shared=model.trunk, teleporter=teleporter,
+            trigger=lambda M: True, schedule=TeleportSchedule(start=1, cooldown=2), htr="momentum",
+        )  # fmt: skip
+
+    optimizer, reports, saved = make(), [], None
+    for seed in range(8):
+        if seed == 4 and resume:  # every process its own checkpoint, since each remembers its own batches
+            optimizer = make()
+            optimizer.load_state_dict(saved)
+        x, ys = share(rank, joined(seed, world, shape=(2, 8, 8), dtype=torch.float32))
+        optimizer.step(lambda x, ys: losses(wrapped, x, ys), x, ys)
+        saved = copy.deepcopy(optimizer.state_dict())
+        report = optimizer.last_step.teleport
+        if report is not None:
+            reports += [report.accepted, report.reason, report.drift, report.drift_heldout, report.sigma, report.length]
+    return [parameters(model), optimizer.last_step.gramian, *reports], list(model.buffers())
+
+
+@pytest.mark.parametrize("teleporter", [DenseTeleporter(), LoRATeleporter(rank=2)], ids=["dense", "LoRA"])
+@pytest.mark.parametrize(("world", "wrap"), [(2, "DDP"), (2, "plain"), (4, "DDP")])
+def test_teleports_take_the_same_decision_and_move_everywhere(teleporter, world, wrap):
+    """With remembered batches, batch norm and dropout; and again, resumed in the middle."""
+    whole = spawn(world, train_with_teleports, world, wrap, teleporter, False)
+    assert_in_step([result for result, _ in whole])
+    reports = whole[0][0][2:]
+    assert sum(r is True for r in reports[::6]) >= 1
+    assert any(isinstance(heldout, float) for heldout in reports[3::6])  # a remembered batch was looked at
+    if world == 2:
+        resumed = spawn(world, train_with_teleports, world, wrap, teleporter, True)
+        for (a, _), (b, _) in zip(whole, resumed, strict=True):
+            assert_in_step([a, b])
+
+
+# ------------------------------------------------------------------------------------ uneven labels and batches
+
+
+def train_unevenly(rank, wrap, kind):
+    """Task 1 has labels on process 0 only; under "nothing", process 1 has none at all."""
+    model = mlp(2, dtype=torch.float64)
+    wrapped = DistributedDataParallel(model) if wrap == "DDP" else model
+    optimizer = COST(torch.optim.SGD(model.parameters(), lr=0.1), wrapped, shared=None, teleporter=None)
+
+    def closure(x, ys):
+        outputs = wrapped(x)
+        values = [(out - y).square().mean() for out, y in zip(outputs, ys, strict=True)]
+        if rank == 1 and kind == "constant":
+            values[1] = torch.zeros((), dtype=torch.float64)
+        if rank == 1 and kind == "times zero":
+            values[1] = 0 * outputs[1].sum()
+        if rank == 1 and kind == "nothing":
+            values = [torch.zeros((), dtype=torch.float64)] * 2
+        return dict(zip("ab", values, strict=True))
+
+    for seed in range(3):
+        values = optimizer.step(closure, *share(rank, joined(seed, 2)))
+    return [parameters(model), values, optimizer.progress.shared]
+
+
+@pytest.mark.parametrize("wrap", ["DDP", "plain"])
+@pytest.mark.parametrize("kind", ["constant", "times zero", "nothing"])
+def test_a_process_without_labels_for_a_task(wrap, kind):
+    results = spawn(2, train_unevenly, wrap, kind)
+    assert_in_step(results)
+    model = mlp(2, dtype=torch.float64)
+    optimizer = COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk, teleporter=None)
+
+    def closure(batch):
+        first, second = (losses(model, *share(rank, batch)) for rank in range(2))
+        second = [0 * second[0] if kind == "nothing" else second[0], 0 * second[1]]
+        return [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+
+    for seed in range(3):
+        optimizer.step(lambda: closure(joined(seed, 2)))  # noqa: B023
+    torch.testing.assert_close(results[0][0], parameters(model), rtol=1e-8, atol=1e-10)
+    assert results[0][2] == [0, 1, 2, 3]
+
+
+def train_on_batches_of_different_size(rank):
+    model = mlp(2, dtype=torch.float64)
+    optimizer = COST(
+        torch.optim.SGD(model.parameters(), lr=0.1), DistributedDataParallel(model), shared=model.trunk, teleporter=None
+    )
+    x, ys = share(rank, joined(0, 2))
+    n = N if rank == 0 else 3
+    optimizer.step(lambda: losses(optimizer.model, x[:n], [y[:n] for y in ys]))
+    return [parameters(model)]
+
+
+def test_batches_of_different_size_count_alike_as_in_ddp():
+    results = spawn(2, train_on_batches_of_different_size)
+    assert_in_step(results)
+    model = mlp(2, dtype=torch.float64)
+    optimizer = COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk, teleporter=None)
+
+    def part(rank, n):
+        x, ys = share(rank, joined(0, 2))
+        return losses(model, x[:n], [y[:n] for y in ys])
+
+    optimizer.step(lambda: [(a + b) / 2 for a, b in zip(part(0, N), part(1, 3), strict=True)])
+    torch.testing.assert_close(results[0][0], parameters(model), rtol=1e-8, atol=1e-10)
+
+
+# ------------------------------------------------------------------------------------ NaN, overflow
+
+
+def fail_on_one(rank, policy, scaled):
+    model = mlp(2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
+    optimizer = COST(
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+        DistributedDataParallel(model),
+        shared=model.trunk,
+        on_nonfinite=policy,
+        scaler=scaler,
+    )
+    x, ys = share(rank, joined(0, 2, dtype=torch.float32))
+    bad = float("nan") if rank == 1 else 1.0
+
+    def closure():
+        values = losses(optimizer.model, x, ys)
+        if scaled:  # an overflow of the gradient, which the loss does not show
+            values[1].register_hook(lambda grad: grad * bad)
+        return [values[0], values[1] * (1.0 if scaled else bad)]
+
+    start = parameters(model)
+    message = "" if policy == "skip" or scaled else refused(lambda: optimizer.step(closure), FloatingPointError)
+    if not message:
+        optimizer.step(closure)
+        assert optimizer.last_step.skipped
+    assert torch.equal(parameters(model), start)
+    optimizer.step(lambda: losses(optimizer.model, x, ys))
+    return [parameters(model), message, scaler.get_scale() if scaled else 0.0]
+
+
+@pytest.mark.parametrize(("policy", "scaled"), [("raise", False), ("skip", False), ("raise", True)])
+def test_a_nan_on_one_process_is_everyones(policy, scaled):
+    results = spawn(2, fail_on_one, policy, scaled)
+    assert_in_step(results)
+    assert bool(torch.isfinite(results[0][0]).all())
+    assert ("task '1'" in results[0][1]) is (policy == "raise" and not scaled)
+    assert results[0][2] == (2.0**9 if scaled else 0.0)
+
+
+# ------------------------------------------------------------------------------------ ways to set it up
+
+
+DDP_OPTIONS = {
+    "plain": {},
+    "unused": {"find_unused_parameters": True},
+    "views": {"gradient_as_bucket_view": True},
+    "no buffers": {"broadcast_buffers": False},
+}
+
+
+def train_somehow(rank, how):
+    model = mlp(2, seed=rank if how == "seeds differ" else 0, dtype=torch.float64)
+    wrapped, settings = model, {}
+    if how in DDP_OPTIONS:
+        wrapped = DistributedDataParallel(model, **DDP_OPTIONS[how])
+    if how == "parts":  # DDP around parts of the model
+        model.trunk = DistributedDataParallel(model.trunk)
+        model.heads = nn.ModuleList(DistributedDataParallel(head) for head in model.heads)
+    if how == "compiled":
+        wrapped = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    if how == "given group":
+        settings["process_group"] = dist.group.WORLD
+    optimizer = COST(
+        torch.optim.SGD(model.parameters(), lr=0.1), wrapped, shared=model.trunk, teleporter=None, **settings
+    )
+    for seed in range(2):
+        x, ys = share(rank, joined(seed, 2))
+        if how == "plain":
+            wrapped(x)  # a forward pass for something else leaves DDP's reducer waiting
+        optimizer.step(lambda x, ys: losses(wrapped, x, ys), x, ys)
+    return [parameters(model)]
+
+
+@pytest.mark.parametrize("how", [*DDP_OPTIONS, "parts", "compiled", "given group", "seeds differ"])
+def test_every_way_to_set_it_up_is_the_same_training(how):
+    results = spawn(2, train_somehow, how)
+    assert_in_step(results)
+    model = mlp(2, dtype=torch.float64)
+    optimizer = COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk, teleporter=None)
+    for seed in range(2):
+        optimizer.step(lambda x, ys: losses(model, x, ys), *joined(seed, 2))
+    torch.testing.assert_close(results[0][0], parameters(model), rtol=1e-8, atol=1e-10)
+
+
+def late_group(rank, start):
+    model = mlp(2, seed=rank)
+    optimizer = COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk)
+    start()
+    optimizer.step(lambda x, ys: losses(model, x, ys), *share(rank, joined(0, 2, dtype=torch.float32)))
+    return [parameters(model)]
+
+
+def test_a_group_that_is_initialised_after_cost_is_made():
+    assert_in_step(spawn(2, late_group, init=False))
+
+
+def train_in_pairs(rank):
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = mlp(2)
+    mine = pairs[rank // 2]
+    message = refused(
+        lambda: COST(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, process_group=pairs[1 - rank // 2]
+        ), TypeError
+    )  # fmt: skip
+    optimizer = COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk, process_group=mine)
+    optimizer.step(lambda x, ys: losses(model, x, ys), *share(rank, joined(0, 4, dtype=torch.float32)))
+    return [parameters(model)], message
+
+
+def test_a_group_of_ones_own():
+    results = spawn(4, train_in_pairs)
+    assert_in_step([result for result, _ in results[:2]])
+    assert_in_step([result for result, _ in results[2:]])
+    assert not torch.equal(results[0][0][0], results[2][0][0])
+    assert all("this process belongs to" in message for _, message in results)
+
+
+def train_alone(rank):
+    model = mlp(2)
+    optimizer = COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk, process_group=False)
+    if rank == 0:  # the other one makes no step, so anything collective would hang
+        optimizer.step(lambda x, ys: losses(model, x, ys), *share(rank, joined(0, 2, dtype=torch.float32)))
+    return [parameters(model)]
+
+
+def test_opting_out():
+    results = spawn(2, train_alone)
+    assert torch.equal(results[1][0], parameters(mlp(2)))
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def statistics(rank, wrap, steps):
+    model = convnet(dropout=0.0)
+    wrapped = DistributedDataParallel(model) if wrap == "DDP" else model
+    optimizer = COST(torch.optim.SGD(model.parameters(), lr=0.0), wrapped, shared=model.trunk, teleporter=None)
+    for seed in range(steps):
+        x, ys = share(rank, joined(seed, 2, shape=(2, 8, 8), dtype=torch.float32))
+        optimizer.step(lambda x, ys: losses(wrapped, x, ys), x, ys)
+    return list(model.buffers())
+
+
+def test_batch_norm_statistics_are_the_first_process_s_as_in_ddp():
+    """DDP hands them out before each forward pass, so they differ by the last batch."""
+    ddp, plain = spawn(2, statistics, "DDP", 3), spawn(2, statistics, "plain", 3)
+    for rank in range(2):
+        assert_in_step([ddp[rank], plain[rank]])
+    model = convnet(dropout=0.0)
+    for seed in range(2):
+        model(share(0, joined(seed, 2, shape=(2, 8, 8), dtype=torch.float32))[0])
+    for rank in range(2):
+        last = copy.deepcopy(model)
+        last(share(rank, joined(2, 2, shape=(2, 8, 8), dtype=torch.float32))[0])
+        for want, got in zip(last.buffers(), ddp[rank], strict=True):
+            torch.testing.assert_close(got, want)
+    assert not torch.equal(ddp[0][0], ddp[1][0])
+
+
+# ------------------------------------------------------------------------------------ refusals
+
+
+def refusals(rank):
+    batch = share(rank, joined(0, 2, dtype=torch.float32))
+
+    def cost(model, wrapped=None, **settings):
+        return COST(torch.optim.SGD(model.parameters(), lr=0.1), wrapped or model, teleporter=None, **settings)
+
+    def step(optimizer, closure):
+        return lambda: optimizer.step(closure, *batch)
+
+    said = {}
+    model = mlp(2)
+    ddp = DistributedDataParallel(model)
+    start = parameters(model)
+    said["opted out"] = refused(lambda: cost(model, ddp, process_group=False), ValueError)
+    said["inner"] = refused(step(cost(model), lambda x, ys: losses(ddp, x, ys)), ValueError)
+    said["no group"] = refused(lambda: cost(model, process_group=True), TypeError)
+
+    def order(x, ys):
+        a, b = losses(ddp, x, ys)
+        return {"a": a, "b": b} if rank == 0 else {"b": b, "a": a}
+
+    said["order"] = refused(step(cost(model, ddp), order), ValueError)
+    said["number"] = refused(step(cost(model, ddp), lambda x, ys: losses(ddp, x, ys)[: 2 - rank]), ValueError)
+    said["no graph"] = refused(
+        step(cost(model, ddp), lambda x, ys: [v.detach() for v in losses(ddp, x, ys)]), ValueError
+    )
+    said["static"] = refused(lambda: cost(model, DistributedDataParallel(model, static_graph=True)), ValueError)
+    uneven = DistributedDataParallel(mlp(2))
+    with uneven.join():
+        said["join"] = refused(step(cost(uneven), lambda x, ys: losses(uneven, x, ys)), RuntimeError)
+    other = mlp(2, width=8 + rank)
+    said["shapes"] = refused(step(cost(other), lambda x, ys: losses(other, x, ys)), ValueError)
+    assert torch.equal(parameters(model), start)
+    optimizer = cost(model, ddp)
+    step(optimizer, lambda x, ys: losses(ddp, x, ys))()  # and after all of this it works
+    return [parameters(model)], said
+
+
+def test_what_cannot_work_is_said_on_every_process_before_anything_moves():
+    results = spawn(2, refusals)
+    assert_in_step([result for result, _ in results])
+    for _, said in results:
+        assert "unsynchronised" in said["opted out"]
+        assert "pass the wrapped model" in said["inner"]
+        assert "process_group: expected" in said["no group"]
+        assert "same tasks in the same order on every process" in said["order"]
+        assert "same tasks in the same order on every process" in said["number"]
+        assert "none of the 2 losses has a graph" in said["no graph"]
+        assert "join()" in said["join"]
+        assert "static_graph" in said["static"]
+        assert "differ in number, shape, dtype" in said["shapes"]
+
+
+def test_a_group_without_torch_distributed_is_refused():
+    model = mlp(2)
+    with pytest.raises(TypeError, match="process_group: expected None, False or"):
+        COST(torch.optim.SGD(model.parameters(), lr=0.1), model, process_group="world")
+
+
+def test_sync_batch_norm_is_known_to_communicate():
+    """It needs a GPU to run; that its backward passes have to be in step is looked up here."""
+    model = convnet()
+    assert not communicates(model, list(model.parameters()))
+    assert communicates(nn.SyncBatchNorm.convert_sync_batchnorm(model), list(model.parameters()))
+
+
+def test_more_than_a_bucket(monkeypatch):
+    """The same result whatever the size of the buckets."""
+    from cost_mtl import parallel
+
+    results = {}
+    for size in (7, 1 << 23):
+        monkeypatch.setattr(parallel, "BUCKET", size)
+        results[size] = spawn(2, train_a_share, 2, "plain", {})
+    assert_in_step([*results[7], *results[1 << 23]])
+
+
+def test_a_warning_free_run():
+    assert spawn(2, quiet) == [True, True]
+
+
+def quiet(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_a_share(rank, 2, "DDP", {})
+    return True
+
+
+def test_the_conflict_of_the_joined_batch_decides():
+    """On either process alone the two gradients get along; their means do not."""
+    assert spawn(2, conflicts) == [(False, True), (False, True)]
+
+
+def conflicts(rank):
+    gradients = torch.tensor([[[1.0, 0.0], [1.0, 0.0]], [[-3.0, 0.5], [-0.5, 0.5]]])[rank]
+    model = nn.Linear(2, 1, bias=False)
+    alone = cost_mtl.WeakConflict()(gradients @ gradients.T)
+    optimizer = COST(
+        torch.optim.SGD(model.parameters(), lr=0.0), model, shared=model, schedule=TeleportSchedule(start=0),
+        trigger=cost_mtl.WeakConflict(), teleporter=DenseTeleporter(),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step(lambda: [1 + (g * model.weight[0]).sum() for g in gradients])
+    torch.testing.assert_close(
+        optimizer.last_step.norms.float(), torch.tensor([[-1.0, 0.25], [0.25, 0.25]]).norm(dim=1)
+    )
+    return alone, optimizer.last_step.conflict
