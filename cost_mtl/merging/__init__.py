@@ -12,7 +12,7 @@ from cost_mtl.merging.basis import TaskVectorBasis
 from cost_mtl.merging.checkpoint import CheckpointSource
 from cost_mtl.merging.dvbasi import DVBASI, DVBASIResult, Iteration
 from cost_mtl.merging.files import merge_checkpoint, open_vectors
-from cost_mtl.merging.fitting import FitReport, FitSettings, Loss, fit
+from cost_mtl.merging.fitting import FitReport, FitSettings, Loss
 from cost_mtl.merging.losses import entropy, negation_loss
 from cost_mtl.merging.merged_model import MergedModel
 from cost_mtl.merging.rank_pruning import RankPruning
@@ -41,7 +41,6 @@ __all__ = [
     "combine",
     "dare",
     "entropy",
-    "fit",
     "gram",
     "merge_checkpoint",
     "negation_loss",

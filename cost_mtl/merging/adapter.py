@@ -100,14 +100,18 @@ def _open(adapter: Any, name: str) -> tuple[Any, TensorSource]:
 
         from cost_mtl.merging.checkpoint import CheckpointSource
 
-        config = PeftConfig.from_pretrained(str(adapter))
+        try:
+            config = PeftConfig.from_pretrained(str(adapter))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {Path(adapter) / 'adapter_config.json'} is not readable ({error!r})") from error
         return config, CheckpointSource(Path(adapter) / "adapter_model.safetensors", name)
     from peft import get_peft_model_state_dict
 
     active = adapter.active_adapters
     if len(active) != 1:
         raise ValueError(f"{name}: expected one active adapter, got {list(active)}")
-    state = get_peft_model_state_dict(adapter, adapter_name=active[0])
+    # Embeddings that the adapter did not train are the base's; asking for them would look for the base on the hub.
+    state = get_peft_model_state_dict(adapter, adapter_name=active[0], save_embedding_layers=False)
     return adapter.peft_config[active[0]], MappingSource(state, name)
 
 

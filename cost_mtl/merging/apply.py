@@ -60,7 +60,7 @@ def block_keys(source: TensorSource, vector: TaskVector) -> dict[str, str]:
     """Key of the base -> the vector's block for it, whichever of its names the vector knows it by.
 
     Raises:
-        ValueError: the vector has a block that the base lacks.
+        ValueError: the vector has a block that the base lacks, or two blocks that the base ties in one weight.
     """
     stored = {name: key for key in source.infos for name in names_of(source, key)}
     unknown = [block for block in vector.blocks if block not in stored and block not in vector.added]
@@ -68,7 +68,13 @@ def block_keys(source: TensorSource, vector: TaskVector) -> dict[str, str]:
         raise ValueError(
             f"{source.name}: it lacks {unknown[0]!r}, which the task vector has ({len(unknown)} such blocks in all)"
         )
-    return {stored[block]: block for block in vector.blocks if block in stored}
+    block_of: dict[str, str] = {}
+    for block in vector.blocks:
+        if block in stored and block_of.setdefault(stored[block], block) != block:
+            raise ValueError(
+                f"{source.name}: it ties {block_of[stored[block]]!r} and {block!r}, which are two blocks of the vector"
+            )
+    return block_of
 
 
 def merged_tensor(

@@ -129,7 +129,7 @@ class DVBASI:
         Args:
             model: at the start: a merged model, or one model fine-tuned on one task (the single-task form).
             pretrained: θ_pre.
-            loss, train, held_out, selection: see :func:`cost_mtl.merging.fit`.
+            loss, train, held_out, selection: see :meth:`cost_mtl.merging.MergedModel.fit`.
             history: earlier points of the way to the start (merges tried before, fine-tuned models) for
                 ``direction="history"``. Without any, its directions are block-wise multiples of δ_0, and it can reach
                 nothing that "difference" can't.

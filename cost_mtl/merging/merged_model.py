@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from cost_mtl.merging.blocks import all_finite, compute_dtype
-from cost_mtl.merging.fitting import FitReport, FitSettings, Loss, fit
+from cost_mtl.merging.fitting import fit
 from cost_mtl.merging.task_vector import TaskVector
 
 __all__ = ["MergedModel"]
@@ -23,7 +23,7 @@ class MergedModel(nn.Module, ABC):
     """θ(c) = θ_pre + (a function of the coefficients c and of the task vectors), usable like the model itself.
 
     The model is called through ``torch.func.functional_call`` and never changed; ``parameters()`` are the coefficients
-    alone, so ``torch.optim.Adam(merged.parameters())`` trains them in a loop of one's own, and :func:`fit` in ours.
+    alone, so ``torch.optim.Adam(merged.parameters())`` trains them in a loop of one's own, and :meth:`fit` in ours.
     Parameters of the model that no task vector touches (heads, say) are used as they are.
 
     Args:
@@ -38,6 +38,8 @@ class MergedModel(nn.Module, ABC):
     """
 
     blocks: tuple[str, ...]
+
+    fit = fit  # a method: the merged model is its first argument
 
     def __init__(self, model: nn.Module, vectors: Sequence[TaskVector]) -> None:
         super().__init__()
@@ -55,6 +57,9 @@ class MergedModel(nn.Module, ABC):
                 raise ValueError(f"model: it has no parameter {block!r}, which a task vector has")
             self._base[block] = base[first_name[block]].detach()
         self._names = {block: first_name[block] for block in self.blocks}
+        if len(set(self._names.values())) < len(self.blocks):
+            twice = [b for b in self.blocks if list(self._names.values()).count(self._names[b]) > 1]
+            raise ValueError(f"model: it ties {twice[0]!r} and {twice[1]!r}, which are two blocks of the task vectors")
         self._cached: dict[str, Tensor] | None = None
 
     def _stacked(self, block: str, vectors: Sequence[TaskVector]) -> tuple[slice | list[int], Tensor]:
@@ -74,21 +79,8 @@ class MergedModel(nn.Module, ABC):
         """θ(c) of one block, in float32 or wider, with its graph to the coefficients."""
 
     def starting_points(self) -> list[list[Tensor]]:
-        """Coefficients that :func:`fit` evaluates before training, its best candidate never being worse than these."""
+        """Coefficients that :meth:`fit` evaluates before training, its best candidate never being worse than these."""
         return [[parameter.detach().clone() for parameter in self.parameters()]]
-
-    def fit(
-        self,
-        loss: Loss,
-        train: Iterable[Any],
-        held_out: Iterable[Any] | None = None,
-        *,
-        selection: Callable[[MergedModel], float] | None = None,
-        settings: FitSettings | None = None,
-        on_epoch: Callable[[int, float], None] | None = None,
-    ) -> FitReport:
-        """Trains the coefficients: see :func:`cost_mtl.merging.fit`."""
-        return fit(self, loss, train, held_out, selection=selection, settings=settings, on_epoch=on_epoch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output at θ(c). Buffers are the model's own: call it in eval mode to leave them alone."""

@@ -191,6 +191,16 @@ def test_a_folder_without_weights(tmp_path):
         TaskVector(tmp_path / "adapter", net())
 
 
+@pytest.mark.parametrize("content", ["{", "{}", '{"peft_type": "NO SUCH METHOD"}', "[]"])
+def test_a_damaged_configuration(tmp_path, content):
+    adapted(peft.LoraConfig(target_modules=["first"], r=2)).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"finetuned: (.*adapter_config\.json is not readable|expected a LoRA adapter)"
+    ):
+        TaskVector(net(), tmp_path / "adapter")
+
+
 def test_exclude_applies_to_adapters(tmp_path):
     model = adapted(peft.LoraConfig(target_modules=["first", "second"], r=2))
     assert list(TaskVector(net(), model, exclude=["second.*"]).blocks) == ["first.weight"]

@@ -127,6 +127,14 @@ def test_untied_in_the_base_stays_untied(tied, perturb):
     torch.testing.assert_close(merged["head.weight"], merged["embed.weight"])
 
 
+def test_a_vector_of_untied_weights_does_not_fit_a_model_that_ties_them(tied, perturb):
+    base, tuned = ({k: v.clone() for k, v in m.state_dict().items()} for m in (tied, perturb(tied, 1)))
+    untied = TaskVector(base, tuned)
+    for use in (untied.apply_to, lambda model: AnisotropicScaling(model, [untied])):
+        with pytest.raises(ValueError, match=r"it ties 'embed\.weight' and 'head\.weight', which are two blocks"):
+            use(tied)
+
+
 def test_a_tie_of_a_weight_with_its_transpose_is_refused():
     weight = torch.randn(3, 4)
     with pytest.raises(ValueError, match=r"'a' and 'b' share memory with different layouts.*\[3, 4\] and \[4, 3\]"):

@@ -15,7 +15,6 @@ from cost_mtl.merging import (
     RankPruning,
     TaskVector,
     entropy,
-    fit,
     negation_loss,
     task_arithmetic,
 )
@@ -130,7 +129,7 @@ def test_parameters_outside_the_vectors_are_used_as_they_are(mlp, perturb):
     expected = tau.apply_to(mlp)
     x = torch.randn(3, 5)
     torch.testing.assert_close(scaling(x), expected(x))
-    fit(scaling, square_loss, [(x, torch.zeros(3, 3))], [(x, torch.zeros(3, 3))], settings=FitSettings(max_epochs=2))
+    scaling.fit(square_loss, [(x, torch.zeros(3, 3))], [(x, torch.zeros(3, 3))], settings=FitSettings(max_epochs=2))
     assert mlp[2].weight.grad is None
 
 
