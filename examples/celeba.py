@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from dense.data.dataset import EpochSampler
+from dense.data.dataset import make_loader, set_epoch
 from dense.data.faces import ATTRIBUTES, FaceSettings, write_faces
 from dense.engine.cli import Defaults, Report, add_training_arguments, run_all
 from dense.engine.problem import Batch, EpochRow, Metric
@@ -164,10 +164,10 @@ class CelebA:
     """CelebA for the training loop (see :class:`dense.engine.problem.Problem`)."""
 
     name = "celeba"
-    tasks = ATTRIBUTES
-    splits = ("val", "test")
-    metrics = tuple(Metric(name, f"{name} ↑", True, 4, name) for name in ATTRIBUTES)
-    shown = (Metric("f1", "mean F1 ↑", True, 4, ""),)
+    tasks: tuple[str, ...] = ATTRIBUTES
+    splits: tuple[str, ...] = ("val", "test")
+    metrics: tuple[Metric, ...] = tuple(Metric(name, f"{name} ↑", True, 4, name) for name in ATTRIBUTES)
+    shown: tuple[Metric, ...] = (Metric("f1", "mean F1 ↑", True, 4, ""),)
 
     def __init__(
         self, faces: Mapping[str, Faces], batch_size: int, channels: Sequence[int] = CHANNELS, size: int = 64,
@@ -182,7 +182,7 @@ class CelebA:
 
     def train_loader(self, seed: int, epoch: int) -> DataLoader[dict[str, Tensor]]:
         loader = self._loader("train", seed, shuffle=True)
-        loader.sampler.epoch = epoch  # type: ignore[attr-defined]
+        set_epoch(loader, epoch)
         return loader
 
     def eval_loader(self, split: str) -> DataLoader[dict[str, Tensor]]:
@@ -190,15 +190,13 @@ class CelebA:
 
     def _loader(self, split: str, seed: int, *, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
         if (split, seed) not in self._loaders:
-            dataset = FaceDataset(self.faces[split], self.size)
-            self._loaders[split, seed] = DataLoader(
-                dataset,
+            self._loaders[split, seed] = make_loader(
+                FaceDataset(self.faces[split], self.size),
                 self.batch_size,
-                sampler=EpochSampler(len(dataset), seed=seed, shuffle=shuffle),
-                num_workers=self.workers,
+                shuffle=shuffle,
+                seed=seed,
+                workers=self.workers,
                 pin_memory=self.pin_memory,
-                persistent_workers=self.workers > 0,
-                generator=torch.Generator(),
             )
         return self._loaders[split, seed]
 

@@ -122,13 +122,13 @@ class QM9:
     """QM9 for the training loop (see :class:`dense.engine.problem.Problem`)."""
 
     name = "qm9"
-    tasks = TARGET_NAMES
-    splits = ("val", "test")
-    metrics = tuple(
+    tasks: tuple[str, ...] = TARGET_NAMES
+    splits: tuple[str, ...] = ("val", "test")
+    metrics: tuple[Metric, ...] = tuple(
         Metric(name, f"{label} ↓", False, digits, name)
         for name, label, digits in zip(TARGET_NAMES, LABELS, DIGITS, strict=True)
     )
-    shown = metrics
+    shown: tuple[Metric, ...] = metrics
 
     def __init__(self, graphs: Graphs, split_seed: int, batch_size: int, dim: int = 64, scale_y: bool = True) -> None:
         self.dim = dim

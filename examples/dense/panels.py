@@ -65,10 +65,10 @@ def _draw_pair(axes: Sequence[Any], task: str, truth: Tensor, prediction: Tensor
         axes[0].imshow(np.where((labels >= 0)[..., None], palette[labels.clip(min=0)], 1.0))
         axes[1].imshow(palette[prediction.argmax(0).numpy()])
     elif task == "depth":
-        valid = truth[0] != 0
-        low, high = (float(truth[0][valid].quantile(q)) for q in (0.01, 0.99)) if valid.any() else (0.0, 1.0)
+        measured = truth[0] != 0
+        low, high = (float(truth[0][measured].quantile(q)) for q in (0.01, 0.99)) if measured.any() else (0.0, 1.0)
         scale = {"cmap": "magma" if spec.disparity else "viridis", "vmin": low, "vmax": high}
-        axes[0].imshow(torch.where(valid, truth[0], torch.nan).numpy(), **scale)
+        axes[0].imshow(torch.where(measured, truth[0], torch.nan).numpy(), **scale)
         axes[1].imshow(prediction[0].numpy(), **scale)
     else:
         valid = (truth != 0).any(0)[..., None].numpy()
@@ -79,7 +79,7 @@ def _draw_pair(axes: Sequence[Any], task: str, truth: Tensor, prediction: Tensor
 def _palette(classes: int) -> np.ndarray:
     from matplotlib import colormaps
 
-    colours = np.asarray(colormaps["tab20"].colors)
+    colours = np.asarray(colormaps["tab20"](np.arange(20)))[:, :3]
     # the strong colours first, the pale ones after them
     return np.concatenate([colours[0::2], colours[1::2]])[np.arange(classes) % 20]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import DataLoader
 
-from dense.data.dataset import DenseDataset, make_loader
+from dense.data.dataset import DenseDataset, make_loader, set_epoch
 from dense.data.layout import Split
 from dense.engine.problem import Batch, EpochRow, Metric, mean_of_last
 from dense.losses import dense_losses
@@ -63,7 +63,7 @@ class DenseProblem:
         self.tasks: tuple[str, ...] = spec.tasks
         self.metrics: tuple[Metric, ...] = spec.metrics
         self.shown = self.metrics
-        self.splits = ("val",)
+        self.splits: tuple[str, ...] = ("val",)
         self._loaders: dict[object, DataLoader[dict[str, Tensor]]] = {}
 
     def identity(self, data: Path) -> dict[str, Any]:
@@ -85,9 +85,9 @@ class DenseProblem:
             dataset = self._dataset("train", augment=self.options.augment, seed=seed)
             self._loaders = {key: value for key, value in self._loaders.items() if key == "val"}  # stop other workers
             self._loaders["train", seed] = self._loader(dataset, shuffle=True)
-            self._sampler = self._loaders["train", seed].sampler
-        self._sampler.epoch = epoch
-        return self._loaders["train", seed]
+        loader = self._loaders["train", seed]
+        set_epoch(loader, epoch)
+        return loader
 
     def eval_loader(self, split: str) -> DataLoader[dict[str, Tensor]]:
         """All images of ``split`` in order, as they are."""
@@ -127,6 +127,7 @@ class DenseProblem:
             dataset,
             self.options.batch_size,
             shuffle=shuffle,
+            seed=dataset.seed,
             workers=self.options.workers,
             pin_memory=self.options.pin_memory,
         )

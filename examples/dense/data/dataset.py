@@ -14,7 +14,7 @@ from dense.data.check import check_labels
 from dense.data.layout import Split, load_array
 from dense.spec import DenseSpec
 
-__all__ = ["DenseDataset", "EpochSampler", "make_loader"]
+__all__ = ["DenseDataset", "EpochSampler", "make_loader", "set_epoch"]
 
 Key = tuple[int, int]
 """(epoch, position): the sampler hands the epoch to the data set, so that workers that live on know it too."""
@@ -86,14 +86,37 @@ class EpochSampler(Sampler[Key]):
         return iter([(self.epoch, int(position)) for position in order])
 
 
+def set_epoch(loader: DataLoader[dict[str, Tensor]], epoch: int) -> None:
+    """Choose the order and the augmentation of the loader's next pass."""
+    sampler = loader.sampler
+    if not isinstance(sampler, EpochSampler):
+        raise TypeError(f"loader: expected an EpochSampler, got {type(sampler).__name__}")
+    sampler.epoch = epoch
+
+
 def make_loader(
-    dataset: DenseDataset, batch_size: int, *, shuffle: bool, workers: int = 0, pin_memory: bool = False
+    dataset: Dataset[dict[str, Tensor]],
+    batch_size: int,
+    *,
+    shuffle: bool,
+    seed: int = 0,
+    workers: int = 0,
+    pin_memory: bool = False,
 ) -> DataLoader[dict[str, Tensor]]:
-    """A loader over all samples (the last batch may be smaller, as in the public scripts)."""
+    """A loader over all samples (the last batch may be smaller, as in the public scripts).
+
+    Args:
+        dataset: takes the keys of :class:`EpochSampler`.
+        batch_size: samples in a batch.
+        shuffle: an order keyed on (seed, epoch), instead of the files'.
+        seed: key of the order.
+        workers: processes.
+        pin_memory: for a GPU.
+    """
     return DataLoader(
         dataset,
         batch_size,
-        sampler=EpochSampler(len(dataset), seed=dataset.seed, shuffle=shuffle),
+        sampler=EpochSampler(len(dataset), seed=seed, shuffle=shuffle),  # type: ignore[arg-type]
         num_workers=workers,
         pin_memory=pin_memory,
         persistent_workers=workers > 0,

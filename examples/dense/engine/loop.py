@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +84,7 @@ class Run:
         seed_everything(settings.seed)
         _set_determinism(settings.deterministic)
         self.model = problem.model(self.tasks).to(settings.device)
-        self.forward: nn.Module | Callable[..., Any] = torch.compile(self.model) if settings.compile else self.model
+        self.forward: Any = torch.compile(self.model) if settings.compile else self.model
         self.steps_per_epoch = len(problem.train_loader(settings.seed, 1))
         self.optimizer = self._optimizer()
         self.scheduler = problem.scheduler(self.optimizer, settings.epochs)
@@ -153,7 +153,7 @@ class Run:
         row.seconds = {"train": trained - started, "eval": time.perf_counter() - trained}
         if self.scheduler is not None:
             value = self.problem.schedule_value(row, self.tasks)
-            self.scheduler.step() if value is None else self.scheduler.step(value)  # type: ignore[call-arg]
+            self.scheduler.step() if value is None else self.scheduler.step(value)  # type: ignore[arg-type]
         return row
 
     def _train_epoch(self, epoch: int, bar: tqdm[Any]) -> tuple[_Totals, list[dict[str, Any]]]:
@@ -165,6 +165,8 @@ class Run:
         for batch in self.problem.train_loader(self.settings.seed, epoch):
             losses = self.optimizer.step(self._losses, to_device(batch, device))
             report = self.optimizer.last_step
+            if report is None:
+                raise RuntimeError("COST.step left no report")
             totals.losses += losses
             totals.steps += 1
             cosines = report.cosines if report.teleport is None else report.teleport.cosines_before
@@ -186,7 +188,7 @@ class Run:
     def _mean_losses(self, totals: _Totals) -> dict[str, float]:
         return dict(zip(self.tasks, (totals.losses / totals.steps).tolist(), strict=True))
 
-    def _postfix(self, losses: Tensor, epoch: int, teleports: list[dict[str, Any]]) -> dict[str, str]:
+    def _postfix(self, losses: Tensor, epoch: int, teleports: list[dict[str, Any]]) -> dict[str, Any]:
         shown = {task[:3]: f"{value:.3f}" for task, value in zip(self.tasks[:4], losses[:4].tolist(), strict=True)}
         accepted = sum(len([t for t in row.teleports if t["accepted"]]) for row in self.history)
         accepted += len([t for t in teleports if t["accepted"]])

@@ -32,6 +32,9 @@ def _attention(inputs: int, outputs: int) -> nn.Sequential:
 class _TaskAttention(nn.Module):
     """One task's masks: five on the encoder (first to last stage) and five on the decoder (last to first stage)."""
 
+    encoder: nn.ModuleList
+    decoder: nn.ModuleList
+
     def __init__(self, filters: tuple[int, ...]) -> None:
         super().__init__()
         encoder_inputs = [filters[0], *(2 * f for f in filters[1:])]
@@ -67,11 +70,11 @@ class SegNetMTAN(nn.Module):
 
     def _task_features(self, task: str, features: Features) -> Tensor:
         masks = self.attention[task]
-        x: Tensor | None = None
+        seen = features["encoder_entry"][0]
         for stage, (mask, carry) in enumerate(zip(masks.encoder, self.encoder_carry, strict=True)):
-            entry = features["encoder_entry"][stage]
-            seen = entry if x is None else torch.cat((entry, x), dim=1)
             x = functional.max_pool2d(carry(mask(seen) * features["encoder_body"][stage]), 2)
+            if stage < 4:
+                seen = torch.cat((features["encoder_entry"][stage + 1], x), dim=1)
         for step, (mask, carry) in enumerate(zip(masks.decoder, self.decoder_carry, strict=True)):
             x = carry(functional.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True))
             x = mask(torch.cat((features["upsampled"][step], x), dim=1)) * features["decoder_body"][step]
