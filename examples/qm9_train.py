@@ -94,10 +94,10 @@ class MultiTaskNet(nn.Module):
         self.trunk = nn.Sequential(*layers)
         self.heads = nn.ModuleList(nn.Linear(WIDTHS[-1], 1) for _ in range(tasks))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """inputs [B, 140] -> predictions [B, K]."""
+    def forward(self, inputs: Tensor) -> list[Tensor]:
+        """inputs [B, 140] -> K predictions [B]. Kept apart, so that each task's backward pass walks one head only."""
         features = self.trunk(inputs)
-        return torch.cat([head(features) for head in self.heads], dim=1)
+        return [head(features)[:, 0] for head in self.heads]
 
 
 class Learner(Protocol):
@@ -135,8 +135,8 @@ class MultiTaskLearner:
 
     def losses(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """The closure: mean squared error of each standardised target."""
-        errors = (self.model(inputs) - targets).square().mean(dim=0)
-        return {target.name: error for target, error in zip(TARGETS, errors.unbind(), strict=True)}
+        pairs = zip(TARGETS, self.model(inputs), targets.unbind(dim=1), strict=True)
+        return {target.name: (out - truth).square().mean() for target, out, truth in pairs}
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self.optimizer.step(self.losses, inputs, targets)
@@ -145,7 +145,7 @@ class MultiTaskLearner:
         self.scheduler.step()
 
     def predict(self, inputs: Tensor) -> Tensor:
-        return self.model(inputs)
+        return torch.stack(self.model(inputs), dim=1)
 
     def state_dict(self) -> dict[str, Any]:
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
@@ -176,8 +176,8 @@ class SingleTaskLearner:
 
     def predict(self, inputs: Tensor) -> Tensor:
         """inputs [B, 140] -> predictions [B, K]."""
-        one = vmap(lambda params: functional_call(self.template, params, (inputs,)))
-        return one(self.params).squeeze(-1).T
+        one = vmap(lambda params: functional_call(self.template, params, (inputs,))[0])
+        return one(self.params).T
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         self.optimizer.zero_grad()
