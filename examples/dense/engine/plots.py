@@ -80,6 +80,8 @@ def plot_metrics(
         low, high = axis.get_ylim()
         if low > 0 and high > 5 * low:
             axis.set_yscale("log")
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
     for axis in axes[panels:]:
         axis.set_axis_off()
     for axis in axes[max(0, panels - columns) : panels]:
