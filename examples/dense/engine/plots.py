@@ -81,7 +81,7 @@ def plot_metrics(
         if low > 0 and high > 5 * low:
             axis.set_yscale("log")
             axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}" if high < 20 * low else "")
     for axis in axes[panels:]:
         axis.set_axis_off()
     for axis in axes[max(0, panels - columns) : panels]:
