@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import torch
 import torch._functorch.config as functorch
+import torch.compiler.config as compiler
+
+TAG = "+saved tensors kept"
 
 
 def keep_saved_tensors() -> None:
     """Have compiled code keep what it saved for the backward pass, so that it can be run once per task.
 
-    By default it may overwrite ("donate") saved intermediates during the backward pass, and then refuses a second
-    one; torch's error names the switch that is set here. What was compiled before is dropped and compiled again at
-    its next call: it might donate, and with the switch off nothing would notice. Switch and reset are process-wide,
-    done once, by the first COST of a process.
+    By default it may overwrite ("donate") saved intermediates during the backward pass, and then refuses a second one;
+    torch's error names the switch that is set here. The switch alone is not enough: Inductor's cache on disk does not
+    look at it, and hands out kernels that overwrite (torch 2.13; wrong gradients, without a word), so the cache gets a
+    name of its own. What was compiled before is dropped, and compiled again at its next call.
+
+    All of it is process-wide, and done by the first COST of a process.
     """
-    if functorch.donated_buffer:
-        functorch.donated_buffer = False
-        torch.compiler.reset()
+    tag = getattr(compiler, "cache_key_tag", None)
+    if not functorch.donated_buffer and (tag is None or TAG in tag):
+        return
+    functorch.donated_buffer = False
+    if tag is None:  # a version of torch whose cache can't be given a name
+        import torch._inductor.config as inductor
+
+        inductor.fx_graph_cache = False
+    elif TAG not in tag:
+        compiler.cache_key_tag = tag + TAG
+    torch.compiler.reset()
