@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.gradients import Layout
 from cost_mtl.teleport import objective as ob
-from cost_mtl.teleport.level_set import LevelSet, climb
+from cost_mtl.teleport.level_set import LevelSet, propose
 
 
 def preconditioner(scale: Tensor | None, ratio: float = 10.0) -> Tensor | None:
@@ -84,13 +83,5 @@ class DenseTeleporter:
         return self._move(ob.order(self.objective, problem.gramian), problem)
 
     def _move(self, objectives: tuple[str, ...], problem: TeleportProblem) -> Move:
-        result = climb(problem, DenseSpace(problem), objectives[0], self.acceptance, self.solver)
-        return Move(
-            result.delta,
-            objectives[0],
-            either=self.objective == "auto",
-            used=result.used,
-            notes=result.notes,
-            otherwise=partial(self._move, objectives[1:]) if objectives[1:] else None,
-            acceptance=self.acceptance,
-        )
+        auto = self.objective == "auto"
+        return propose(problem, DenseSpace(problem), objectives, self.solver, self.acceptance, auto, self._move)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.dense import DenseSpace
-from cost_mtl.teleport.level_set import LevelSet, climb
+from cost_mtl.teleport.level_set import LevelSet, propose
 
 
 class DifferenceSpace(DenseSpace):
@@ -90,13 +89,5 @@ class DifferenceTeleporter:
         if not problem.iterates:
             nothing = torch.zeros(sum(p.numel() for p in problem.params))
             return Move(nothing, objectives[0], notes=(f"there is no earlier iterate yet (one every {self.every})",))
-        result = climb(problem, DifferenceSpace(problem), objectives[0], self.acceptance, self.solver)
-        return Move(
-            result.delta,
-            objectives[0],
-            either=self.objective == "auto",
-            used=result.used,
-            notes=result.notes,
-            otherwise=partial(self._move, objectives[1:]) if objectives[1:] else None,
-            acceptance=self.acceptance,
-        )
+        auto = self.objective == "auto"
+        return propose(problem, DifferenceSpace(problem), objectives, self.solver, self.acceptance, auto, self._move)

@@ -15,14 +15,15 @@ All of it is first order (no double backward), so fused attention and RNNs are f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from cost_mtl.base import Acceptance, TeleportProblem
+from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport import objective as ob
 
 
@@ -118,6 +119,35 @@ def heldout_batch(problem: TeleportProblem, used: Sequence[int]) -> int | None:
     """The first batch that a move was not fitted on, if there is one."""
     first = max(used) + 1
     return first if first < problem.batches else None
+
+
+def propose(
+    problem: TeleportProblem,
+    space: Space,
+    objectives: Sequence[str],
+    settings: LevelSet,
+    rule: Acceptance,
+    either: bool,
+    again: Callable[[tuple[str, ...], TeleportProblem], Move],
+    skipped_layers: Mapping[str, str] | None = None,
+) -> Move:
+    """The move for the first objective; ``again(the others, problem)`` is asked for one if it is rejected.
+
+    Args:
+        either: an improvement of another objective than the move's own will do (``objective="auto"``).
+    """
+    result = climb(problem, space, objectives[0], rule, settings)
+    others = tuple(objectives[1:])
+    return Move(
+        result.delta,
+        objectives[0],
+        either=either,
+        used=result.used,
+        skipped_layers=skipped_layers or {},
+        notes=result.notes,
+        otherwise=partial(again, others) if others else None,
+        acceptance=rule,
+    )
 
 
 def climb(

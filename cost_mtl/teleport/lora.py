@@ -12,7 +12,7 @@ from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.adapters import adapters, refused_layers, unfit_layers
 from cost_mtl.teleport.layers import Layer, shared_layers
-from cost_mtl.teleport.level_set import LevelSet, climb
+from cost_mtl.teleport.level_set import LevelSet, propose
 
 
 class NoAdaptableLayerError(ValueError):
@@ -77,28 +77,20 @@ class LoRATeleporter:
             skipped |= unfit
             layers = [layer for layer in layers if layer.name not in unfit]
             _require(layers, skipped)
-        return self._move(ob.order(self.objective, problem.gramian), layers, skipped, config, problem)
+        return self._move(layers, skipped, config, ob.order(self.objective, problem.gramian), problem)
 
     def _move(
         self,
-        objectives: tuple[str, ...],
         layers: list[Layer],
         skipped: dict[str, str],
         config: Any,
+        objectives: tuple[str, ...],
         problem: TeleportProblem,
     ) -> Move:
+        again = partial(self._move, layers, skipped, config)
+        auto = self.objective == "auto"
         with adapters(problem, layers, config, plain_lora=self.peft_config is None) as space:
-            result = climb(problem, space, objectives[0], self.acceptance, self.solver)
-        return Move(
-            result.delta,
-            objectives[0],
-            either=self.objective == "auto",
-            used=result.used,
-            skipped_layers=skipped,
-            notes=result.notes,
-            otherwise=partial(self._move, objectives[1:], layers, skipped, config) if objectives[1:] else None,
-            acceptance=self.acceptance,
-        )
+            return propose(problem, space, objectives, self.solver, self.acceptance, auto, again, skipped)
 
     def _config(self) -> Any:
         if self.peft_config is not None:
