@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 from cost_mtl.weighting._arrays import Array, Arrays
 
-__all__ = ["TINY", "Constraint", "InteriorPoint", "condition_error", "on_ball", "on_plane"]
+__all__ = ["ABSENT", "TINY", "Constraint", "InteriorPoint", "condition_error", "on_ball", "on_plane"]
 
 TINY = 1e-300
+ABSENT = 1e-30
+"""a_i of a task without gradient: as if its gradient were 1e30 times the shortest, too long to be worst off."""
 
 
 class InteriorPoint(NamedTuple):

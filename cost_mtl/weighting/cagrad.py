@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
-from cost_mtl.base import Solution
 from cost_mtl.weighting._arrays import Array, Arrays
-from cost_mtl.weighting._constraint import InteriorPoint, on_ball
+from cost_mtl.weighting._constraint import ABSENT, InteriorPoint, on_ball
 from cost_mtl.weighting._interior import ITERATIONS, solve_interior
-from cost_mtl.weighting._problem import (
-    CONVERGED,
-    NOT_CONVERGED,
-    STATIONARY,
-    Answer,
-    Problem,
-    Scale,
-    Solver,
-    check_scale,
-    solve,
-)
+from cost_mtl.weighting._problem import CONVERGED, NOT_CONVERGED, STATIONARY, Answer, Problem, Scale, SolvedWeighting
 from cost_mtl.weighting._reference import cagrad_reference
 
 __all__ = ["CAGrad"]
@@ -30,12 +16,11 @@ __all__ = ["CAGrad"]
 _ACCURATE = 1e-6
 _RIDGE = 1e-8
 _STATIONARY_NORM = 1e-10
-"""Unit gradients that can be combined, with coefficients of norm 1, to a squared norm below this are
-stationary."""
+"""Unit gradients that combine, with coefficients of norm 1, to a squared norm below this are stationary."""
 
 
 @dataclass(frozen=True)
-class CAGrad:
+class CAGrad(SolvedWeighting):
     """Conflict-averse gradient descent (Liu et al., NeurIPS 2021, arXiv 2110.14048).
 
     d = argmax min_i g_i^T d  subject to  ||d - g_0|| <= c ||g_0||,  with g_0 the mean gradient. Through the dual, min
@@ -67,16 +52,14 @@ class CAGrad:
 
     c: float = 0.4
     rescale: int = 1
-    scale: Scale = "tasks"
-    max_norm: float | None = None
-    solver: Solver = "auto"
+    scale: Scale = field(default="tasks", kw_only=True)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.c) and self.c >= 0):
             raise ValueError(f"c must be finite and >= 0, got {self.c!r}")
         if self.rescale not in (0, 1, 2):
             raise ValueError(f"rescale must be 0, 1 or 2, got {self.rescale!r}")
-        check_scale(self.scale, self.max_norm, self.solver)
+        super().__post_init__()
 
     @classmethod
     def official(cls, c: float = 0.4) -> CAGrad:
@@ -88,61 +71,44 @@ class CAGrad:
         """LibMTL's: d / (1 + c^2) without the factor K, c = 0.5."""
         return cls(c=c, scale="raw")
 
-    def __call__(self, gramian: Tensor) -> Tensor:
-        """Weights [K] for the Gramian [K, K], in its dtype, on its device."""
-        return self.solve(gramian).weights
+    def _method(self, problem: Problem) -> Answer:
+        answer = _direction(problem, self.c)
+        return replace(answer, weights=self._rescaled(answer.weights))
 
-    def solve(self, gramian: Tensor) -> Solution:
-        """Weights [K] and how the solve went."""
-        method = partial(_weights, c=self.c, rescale=self.rescale, divide=self.scale == "raw")
-        reference = partial(_reference, c=self.c, rescale=self.rescale, divide=self.scale == "raw")
-        # _weights already has the factor K, so "tasks" is what is left alone.
-        scale: Scale = "raw" if self.scale == "tasks" else self.scale
-        return solve(gramian, method, reference, scale, self.max_norm, self.solver)
+    def _reference(self, M: Array) -> Array:
+        return self._rescaled(cagrad_reference(M, self.c) / len(M))
+
+    def _rescaled(self, w: Array) -> Array:
+        return w / (1.0, 1 + self.c**2, 1 + self.c)[self.rescale]
 
 
-def _rescaled(w: Array, c: float, rescale: int, divide: bool) -> Array:
-    divisor = (1.0, 1 + c**2, 1 + c)[rescale]
-    return w / (divisor * len(w) if divide else divisor)
-
-
-def _reference(M: Array, c: float, rescale: int, divide: bool) -> Array:
-    return _rescaled(cagrad_reference(M, c), c, rescale, divide)
-
-
-def _weights(problem: Problem, c: float, rescale: int, divide: bool) -> Answer:
-    """1 + (K ||g_0|| / ||g_i||) q_i, rescaled, with q the multipliers of the unit gradients:
-    d / ||g_0|| = g_0 / ||g_0|| + sum_i q_i g_i / ||g_i||."""
+def _direction(problem: Problem, c: float) -> Answer:
+    """w with G^T w = d: 1/K + (||g_0|| / ||g_i||) q_i, where d = g_0 + ||g_0|| sum_i q_i g_i / ||g_i||."""
     arrays, M = problem.arrays, problem.M
     K = len(M)
     if c == 0:
         zero = arrays.scalar(0.0)
-        return Answer(_rescaled(M[0] * 0 + 1, c, rescale, divide), zero, zero, arrays.scalar(CONVERGED))
-    diagonal = M.diagonal()
-    present = diagonal > 0
-    norms = arrays.where(present, diagonal, 1.0) ** 0.5
-    inverse = arrays.where(present, 1 / norms, 0.0)
+        return Answer(problem.ones() / K, zero, zero, arrays.scalar(CONVERGED))
+    # Rounding must leave the unit gradients a Gramian that can be inverted.
+    unit = problem.units(diagonal=1e-15 * K)
     row_sums = M.sum(0)
     total = row_sums.sum()
     # The sum of the gradients, from entries that are rounded: below this it is noise.
-    tiny = 8 * K * problem.noise * (arrays.where(present, norms, 0.0).sum()) ** 2
-    degenerate = total <= tiny
+    degenerate = total <= 8 * K * problem.noise * arrays.where(unit.present, unit.norms, 0.0).sum() ** 2
     length = arrays.where(degenerate, 1.0, total) ** 0.5
-    b = arrays.where(present, row_sums * inverse / length, 1.0)
-    smallest = arrays.where(present, norms, norms.max()).min()
-    a = arrays.where(present, smallest / norms, 1e-30)
-    C = arrays.add_diagonal(inverse[:, None] * M * inverse, arrays.where(present, 1e-15 * K, 1.0))
+    b = arrays.where(unit.present, row_sums * unit.inverse / length, 1.0)
+    a = arrays.where(unit.present, unit.shortest / unit.norms, ABSENT)
 
     if arrays.stop(degenerate):
         point = InteriorPoint(a * 0, arrays.scalar(0.0), arrays.scalar(0.0), arrays.scalar(0))
         unique = degenerate
     else:
-        point, unique = _solve_ball(arrays, C, b, a, c, 4 * K * problem.noise)
-    q = arrays.where(present & ~degenerate, point.q, 0.0)
+        point, unique = _solve_ball(arrays, unit.cosines, b, a, c, 4 * K * problem.noise)
+    q = arrays.where(unit.present & ~degenerate, point.q, 0.0)
     code = arrays.where(point.error < _ACCURATE, CONVERGED, NOT_CONVERGED)
     code = arrays.where(unique & ~degenerate, code, STATIONARY)
-    w = _rescaled(1 + length * inverse * q, c, rescale, divide)
-    return Answer(w, arrays.where(degenerate, 0.0, point.error), point.iterations, code)
+    error = arrays.where(degenerate, 0.0, point.error)
+    return Answer((1 + length * unit.inverse * q) / K, error, point.iterations, code)
 
 
 def _solve_ball(arrays: Arrays, C: Array, b: Array, a: Array, c: float, noise: float) -> tuple[InteriorPoint, Array]:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from cost_mtl.base import Solution
 from cost_mtl.weighting._arrays import Array
 from cost_mtl.weighting._fairness import RIDGE, solve_fairness
-from cost_mtl.weighting._problem import CONVERGED, Answer, Problem, Scale, Solver, check_scale, solve
+from cost_mtl.weighting._problem import CONVERGED, Answer, Problem, SolvedWeighting
 from cost_mtl.weighting._reference import fairness_reference, min_norm_reference
 from cost_mtl.weighting.mgda import min_norm
 
@@ -21,7 +17,7 @@ _SMALLEST, _LARGEST = 0.05, 20.0
 
 
 @dataclass(frozen=True)
-class FairGrad:
+class FairGrad(SolvedWeighting):
     """FairGrad (Ban & Ji, ICML 2024, arXiv 2402.15638): d maximises the alpha-fair utility of the rates g_i^T d.
 
     The weights solve M w = w^(-1/alpha) elementwise (their Eqn 4), to a relative residual max_i |w_i^(1/alpha) (M w)_i
@@ -31,6 +27,10 @@ class FairGrad:
 
     Near a Pareto-stationary point (a convex combination of the gradients vanishes) no finite solution exists, or none
     that M's digits determine. The weights are then those of M + 1e-6 diag(M) and the status is "stationary".
+    Status "not_converged": the residual stayed above 1e-6. That is rounding: where a task's large gradient conflicts
+    with many small ones, (M w)_i is a small difference of large terms, and the digits of w itself (float64, or M's
+    dtype if that is less) leave a residual of eps sum_j |M_ij| w_j / (M w)_i. The report's residual is that of the
+    float64 weights, before they are rounded to M's dtype.
     A task with a zero gradient (no labels in this batch) gets the mean weight of the others, which are solved as if it
     were absent; if all gradients are zero, the weights are ones.
 
@@ -50,9 +50,6 @@ class FairGrad:
     """
 
     alpha: float = 2.0
-    scale: Scale = "raw"
-    max_norm: float | None = None
-    solver: Solver = "auto"
 
     def __post_init__(self) -> None:
         if self.alpha not in (0, math.inf) and not _SMALLEST <= self.alpha <= _LARGEST:
@@ -60,7 +57,7 @@ class FairGrad:
                 f"alpha must be 0 (linear scalarisation), {_SMALLEST} to {_LARGEST}, or inf (max-min fairness), "
                 f"got {self.alpha!r}"
             )
-        check_scale(self.scale, self.max_norm, self.solver)
+        super().__post_init__()
 
     @classmethod
     def official(cls, alpha: float = 2.0) -> FairGrad:
@@ -72,49 +69,25 @@ class FairGrad:
         """LibMTL's: the raw solution, neither times K nor clipped; its scripts set alpha."""
         return cls(alpha=alpha)
 
-    def __call__(self, gramian: Tensor) -> Tensor:
-        """Weights [K] for the Gramian [K, K], in its dtype, on its device."""
-        return self.solve(gramian).weights
-
-    def solve(self, gramian: Tensor) -> Solution:
-        """Weights [K] and how the solve went."""
+    def _method(self, problem: Problem) -> Answer:
         if self.alpha == 0:
-            method, reference = _ones, _ones_reference
-        elif self.alpha == math.inf:
-            method, reference = _max_min, _max_min_reference
-        else:
-            method = partial(solve_fairness, alpha=self.alpha)
-            reference = partial(fairness_reference, alpha=self.alpha)
-        return solve(gramian, method, reference, self.scale, self.max_norm, self.solver)
+            zero = problem.arrays.scalar(0.0)
+            return Answer(problem.ones(), zero, zero, problem.arrays.scalar(CONVERGED))
+        return _max_min(problem) if self.alpha == math.inf else solve_fairness(problem, self.alpha)
 
-
-def _ones(problem: Problem) -> Answer:
-    zero = problem.arrays.scalar(0.0)
-    return Answer(problem.M[0] * 0 + 1, zero, zero, problem.arrays.scalar(CONVERGED))
-
-
-def _ones_reference(M: Array) -> Array:
-    return M[0] * 0 + 1
+    def _reference(self, M: Array) -> Array:
+        if self.alpha == 0:
+            return M[0] * 0 + 1
+        if self.alpha == math.inf:
+            w = min_norm_reference(M)
+            return w / (w @ M @ w)
+        return fairness_reference(M, self.alpha)
 
 
 def _max_min(problem: Problem) -> Answer:
     """MGDA's weights over the squared norm of its direction, which is kept from vanishing as in the finite case."""
     arrays, M = problem.arrays, problem.M
-    answer = min_norm(problem)
-    w, diagonal = answer.weights, M.diagonal()
-    present = diagonal > 0
-    smallest = arrays.where(present, diagonal, diagonal.max()).min()
-    divisor = arrays.at_least(w @ (M @ w), RIDGE * smallest)
-    w = w / arrays.where(present.any(), divisor, 1 / len(M))
-    mean = w.sum() / arrays.at_least(arrays.where(present, 1.0, 0.0).sum(), 1.0)
-    return Answer(
-        arrays.where(present, w, arrays.where(present.any(), mean, 1.0)),
-        answer.residual,
-        answer.iterations,
-        answer.code,
-    )
-
-
-def _max_min_reference(M: Array) -> Array:
-    w = min_norm_reference(M)
-    return w / (w @ M @ w)
+    answer, unit = min_norm(problem), problem.units()
+    w = answer.weights
+    w = w / arrays.at_least(w @ (M @ w), RIDGE * unit.shortest**2)
+    return replace(answer, weights=problem.filled(w, unit.present, 1.0))

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from cost_mtl.base import Solution
 from cost_mtl.weighting._arrays import Array
-from cost_mtl.weighting._problem import (
-    CONVERGED,
-    STATIONARY,
-    Answer,
-    Problem,
-    Scale,
-    Solver,
-    check_scale,
-    solve,
-)
+from cost_mtl.weighting._problem import CONVERGED, STATIONARY, Answer, Problem, SolvedWeighting
 from cost_mtl.weighting._reference import equal_projections_reference
 
 __all__ = ["IMTLG"]
@@ -27,7 +15,7 @@ _ACCURATE = 1e-6
 
 
 @dataclass(frozen=True)
-class IMTLG:
+class IMTLG(SolvedWeighting):
     """IMTL-G (Liu et al., "Towards Impartial Multi-task Learning", ICLR 2021): g_i^T d / ||g_i|| is the same for all i.
 
     With C the matrix of cosines and w_i = v_i / ||g_i||, that is C v = const; the weights sum to 1, as in the paper,
@@ -42,43 +30,26 @@ class IMTLG:
         solver: ``"auto"``, ``"host"`` or ``"device"``; ``"cvxpy"`` stands for a pseudo-inverse here.
     """
 
-    scale: Scale = "raw"
-    max_norm: float | None = None
-    solver: Solver = "auto"
+    def _method(self, problem: Problem) -> Answer:
+        return _equal_projections(problem)
 
-    def __post_init__(self) -> None:
-        check_scale(self.scale, self.max_norm, self.solver)
-
-    def __call__(self, gramian: Tensor) -> Tensor:
-        """Weights [K] for the Gramian [K, K], in its dtype, on its device."""
-        return self.solve(gramian).weights
-
-    def solve(self, gramian: Tensor) -> Solution:
-        """Weights [K] and how the solve went."""
-        return solve(gramian, _weights, equal_projections_reference, self.scale, self.max_norm, self.solver)
+    def _reference(self, M: Array) -> Array:
+        return equal_projections_reference(M)
 
 
-def _weights(problem: Problem) -> Answer:
-    arrays, M = problem.arrays, problem.M
-    K = len(M)
-    diagonal = M.diagonal()
-    present = diagonal > 0
-    inverse = arrays.where(present, 1 / arrays.where(present, diagonal, 1.0) ** 0.5, 0.0)
-    C = arrays.add_diagonal(inverse[:, None] * M * inverse, arrays.where(present, 0.0, 1.0))
-    ones = M[0] * 0 + 1
-    ridge = max(_RIDGE, 4 * K * problem.noise)
+def _equal_projections(problem: Problem) -> Answer:
+    arrays, K = problem.arrays, len(problem.M)
+    unit, ones = problem.units(), problem.ones()
+    C, ridge = unit.cosines, max(_RIDGE, 4 * K * problem.noise)
     regularised = arrays.solver(arrays.add_diagonal(C, ridge * ones))
     v = regularised(ones)
-    for _ in range(
-        3
-    ):  # refinement: the ridge's error shrinks by ridge / eigenvalue each time, null directions stay out
+    for _ in range(3):  # refinement: the ridge's error shrinks by ridge / eigenvalue, null directions stay out
         v = v + regularised(ones - C @ v)
-    w = arrays.where(present, inverse * v, 0.0)
+    w = unit.inverse * v
     residual: Array = abs(C @ v - 1).max()
     # The sum can vanish without any of the weights doing so; the sum of their sizes cannot.
     total, size = w.sum(), abs(w).sum()
-    degenerate = (abs(total) <= 1e-10 * size) | (residual > _ACCURATE)
-    w = w / arrays.where(abs(total) > 1e-10 * size, total, arrays.where(size > 0, size, 1.0))
-    count = arrays.at_least(arrays.where(present, 1.0, 0.0).sum(), 1.0)
-    w = arrays.where(present, w, arrays.where(present.any(), w.sum() / count, 1 / K))
-    return Answer(w, residual, arrays.scalar(0), arrays.where(degenerate, STATIONARY, CONVERGED))
+    vanishing = abs(total) <= 1e-10 * size
+    w = w / arrays.where(vanishing, arrays.where(size > 0, size, 1.0), total)
+    code = arrays.where(vanishing | (residual > _ACCURATE), STATIONARY, CONVERGED)
+    return Answer(problem.filled(w, unit.present, 1 / K), residual, arrays.scalar(0), code)

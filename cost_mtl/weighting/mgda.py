@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from cost_mtl.base import Solution
-from cost_mtl.weighting._constraint import on_plane
+from cost_mtl.weighting._arrays import Array
+from cost_mtl.weighting._constraint import ABSENT, on_plane
 from cost_mtl.weighting._interior import ITERATIONS, solve_interior
-from cost_mtl.weighting._problem import (
-    CONVERGED,
-    NOT_CONVERGED,
-    STATIONARY,
-    Answer,
-    Problem,
-    Scale,
-    Solver,
-    check_scale,
-    solve,
-)
+from cost_mtl.weighting._problem import CONVERGED, NOT_CONVERGED, STATIONARY, Answer, Problem, SolvedWeighting
 from cost_mtl.weighting._reference import min_norm_reference
 
 __all__ = ["MGDA", "min_norm"]
@@ -34,26 +22,20 @@ def min_norm(problem: Problem) -> Answer:
     Tasks with a zero gradient get 0 (with them the least norm is always 0, and tells nothing); if all are zero, each
     gets 1/K. The residual is the relative duality gap.
     """
-    arrays, M = problem.arrays, problem.M
-    K = len(M)
-    diagonal = M.diagonal()
-    present = diagonal > 0
-    norms = arrays.where(present, diagonal, 1.0) ** 0.5
-    smallest = arrays.where(present, norms, norms.max()).min()
-    # A task without gradient joins as one that is orthogonal to the others and ten times too long to be of any use.
-    a = arrays.where(present, smallest / norms, 1e-30)
-    inverse = arrays.where(present, 1 / norms, 0.0)
-    C = arrays.add_diagonal(inverse[:, None] * M * inverse, arrays.where(present, 4 * K * problem.noise, 1.0))
+    arrays, K, noise = problem.arrays, len(problem.M), problem.noise
+    unit = problem.units(diagonal=4 * K * noise)
+    present, C = unit.present, unit.cosines
+    a = arrays.where(present, unit.shortest / unit.norms, ABSENT)
     point = solve_interior(arrays, C, a * 0, a, on_plane(arrays, a), 1e-13, ITERATIONS)
     weights = arrays.where(present, point.q * a, 0.0)
     weights = arrays.where(present.any(), weights / weights.sum(), 1 / K)
-    stationary = point.q @ (C @ point.q) < max(_STATIONARY_NORM, 16 * K * problem.noise)
+    stationary = point.q @ (C @ point.q) < max(_STATIONARY_NORM, 16 * K * noise)
     converged = arrays.where(point.error < _ACCURATE, CONVERGED, NOT_CONVERGED)
     return Answer(weights, point.error, point.iterations, arrays.where(stationary, STATIONARY, converged))
 
 
 @dataclass(frozen=True)
-class MGDA:
+class MGDA(SolvedWeighting):
     """The multiple-gradient descent algorithm (Desideri 2012; Sener & Koltun, NeurIPS 2018, arXiv 1810.04650, Eqn 3).
 
     The weights are non-negative, sum to 1 and make ||sum_i w_i g_i|| as small as it can be. Where Sener and Koltun take
@@ -68,17 +50,8 @@ class MGDA:
         solver: ``"auto"``, ``"host"``, ``"device"`` or the slow reference ``"cvxpy"``.
     """
 
-    scale: Scale = "raw"
-    max_norm: float | None = None
-    solver: Solver = "auto"
+    def _method(self, problem: Problem) -> Answer:
+        return min_norm(problem)
 
-    def __post_init__(self) -> None:
-        check_scale(self.scale, self.max_norm, self.solver)
-
-    def __call__(self, gramian: Tensor) -> Tensor:
-        """Weights [K] for the Gramian [K, K], in its dtype, on its device."""
-        return self.solve(gramian).weights
-
-    def solve(self, gramian: Tensor) -> Solution:
-        """Weights [K] and how the solve went."""
-        return solve(gramian, min_norm, min_norm_reference, self.scale, self.max_norm, self.solver)
+    def _reference(self, M: Array) -> Array:
+        return min_norm_reference(M)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-from torch import Tensor
-
-from cost_mtl.base import Solution
+from cost_mtl.weighting._arrays import Array
 from cost_mtl.weighting._fairness import solve_fairness
-from cost_mtl.weighting._problem import Scale, Solver, check_scale, solve
+from cost_mtl.weighting._problem import Answer, Problem, SolvedWeighting
 from cost_mtl.weighting._reference import fairness_reference
 
 __all__ = ["NashMTL"]
 
 
 @dataclass(frozen=True)
-class NashMTL:
+class NashMTL(SolvedWeighting):
     """Nash-MTL (Navon et al., ICML 2022, arXiv 2202.01017): M w = 1/w elementwise (their Eqn 2).
 
     The same equation as FairGrad's at alpha = 1, and the same solver: relative residual max_i |w_i (M w)_i - 1| below
@@ -38,24 +35,14 @@ class NashMTL:
         ValueError: a setting is out of range.
     """
 
-    scale: Scale = "raw"
-    max_norm: float | None = None
-    solver: Solver = "auto"
-
-    def __post_init__(self) -> None:
-        check_scale(self.scale, self.max_norm, self.solver)
-
     @classmethod
     def official(cls) -> NashMTL:
         """The recipe of the authors' scripts: the direction clipped to norm 1. They also weight the tasks' own
         parameters, which is ``COST(heads="weighted")``."""
         return cls(max_norm=1.0)
 
-    def __call__(self, gramian: Tensor) -> Tensor:
-        """Weights [K] for the Gramian [K, K], in its dtype, on its device."""
-        return self.solve(gramian).weights
+    def _method(self, problem: Problem) -> Answer:
+        return solve_fairness(problem, 1.0)
 
-    def solve(self, gramian: Tensor) -> Solution:
-        """Weights [K] and how the solve went."""
-        method, reference = partial(solve_fairness, alpha=1.0), partial(fairness_reference, alpha=1.0)
-        return solve(gramian, method, reference, self.scale, self.max_norm, self.solver)
+    def _reference(self, M: Array) -> Array:
+        return fairness_reference(M, 1.0)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_mtl.base import WeightingInputs
 from cost_mtl.weighting import DWA, FAMO, RLW, EqualWeighting, GradDrop, NGDiff, PCGrad, ScaleInvariant, Uncertainty
-from tests.weighting.cases import SOLVABLE, SOLVING, gradients, gramian, random_gradients, residual
+from tests.weighting.cases import SOLVING, gradients, gramian, random_gradients
 
 on_device = {name: dataclasses.replace(w, solver="device") for name, w in SOLVING.items()}
 every = pytest.mark.parametrize("weighting", on_device.values(), ids=on_device)
@@ -54,14 +54,17 @@ def test_the_watch_sees_a_host_read():
 
 
 @every
-def test_runs_on_tensors_without_data(weighting):
+def test_runs_on_tensors_without_data(weighting, monkeypatch):
+    for module in ("cagrad", "mgda"):  # operations on meta tensors are slow, and one iteration is like another
+        monkeypatch.setattr(f"cost_mtl.weighting.{module}.ITERATIONS", 3)
+    monkeypatch.setattr("cost_mtl.weighting._fairness.iteration_limit", lambda alpha: 3)
     w = weighting(torch.empty(5, 5, dtype=torch.float32, device="meta"))
     assert (w.shape, w.dtype, w.device.type) == ((5,), torch.float32, "meta")
 
 
 @every
 @pytest.mark.parametrize("family", ["well-conditioned", "conflicting", "spread 1e±3", "norms 1e-8", "norms 1e+8"])
-@pytest.mark.parametrize("K", [2, 3, 11])
+@pytest.mark.parametrize("K", [2, 7])
 def test_the_same_weights_as_on_the_host(weighting, family, K):
     M = gramian(gradients(K)[family])
     host = dataclasses.replace(weighting, solver="host").solve(M)
@@ -69,14 +72,6 @@ def test_the_same_weights_as_on_the_host(weighting, family, K):
     torch.testing.assert_close(device.weights, host.weights, rtol=1e-6, atol=1e-9 * float(host.weights.max()))
     assert device.report.status == "converged"
     assert float(device.report.residual) < 1e-6
-
-
-@pytest.mark.parametrize(("alpha", "name"), [(2.0, "fairgrad 2"), (1.0, "nash")])
-def test_the_same_residuals_as_on_the_host(alpha, name):
-    for family in SOLVABLE:
-        for K in (2, 11, 40):
-            M = gramian(gradients(K)[family])
-            assert residual(M, on_device[name](M), alpha) < 1e-6
 
 
 @every

@@ -179,7 +179,7 @@ def test_uncertainty_is_learnt_beside_the_model():
         out = model["head"](model["trunk"](x))
         return [(out - 5).square().mean(), out.abs().mean() * 0 + out.square().mean() * 1e-3]
 
-    before = [float(loss) for loss in losses()]
+    before = [loss.item() for loss in losses()]
     optimizer.step(losses)
     # One step of gradient descent on exp(-s) L / 2 + s / 2 from s = 0.
     expected = [-0.1 * (1 - loss) / 2 for loss in before]
