@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_mtl.agreement import agree_on_tasks, communicates, refusing_foreign_wrappers
+from cost_mtl.frameworks import refuse_accumulation
 from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
 from cost_mtl.losses import TaskLosses, refuse_reentrant_checkpoints, split_losses
 from cost_mtl.parallel import mean_, mean_own_, union, without_reducer
@@ -63,7 +64,7 @@ def bind(closure: Any, batch: tuple[Any, ...], scale: Tensor | None = None) -> l
 
     Raises:
         TypeError: not a function or a sequence of functions.
-        RuntimeError: gradients are off for good (inference mode).
+        RuntimeError: gradients are off for good (inference mode), or Accelerate accumulates them.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("closure: gradients can't be computed under torch.inference_mode()")
@@ -73,8 +74,10 @@ def bind(closure: Any, batch: tuple[Any, ...], scale: Tensor | None = None) -> l
         raise TypeError(
             "closure: expected a function that returns the K task losses, as in optimizer.step(closure, *batch), got "
             f"{type(closure).__name__}. Task gradients can't be taken from .grad, so a loop (or a trainer) that calls "
-            "backward() and then step() has to hand the losses over instead"
+            "backward() and then step() has to hand the losses over instead (examples/accelerate_loop.py and "
+            "examples/lightning_module.py show how)"
         )
+    refuse_accumulation()
     return [Thunk(closure, batch, scale)]
 
 
