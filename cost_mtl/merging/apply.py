@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,12 +115,9 @@ def _state_dict(base: Model, source: TensorSource, merged: dict[str, Tensor]) ->
     if isinstance(base, str | os.PathLike) or not isinstance(base, Mapping):
         return merged
     result: dict[str, Any] = copy.copy(base) if isinstance(base, dict) else dict(base)  # keeps OrderedDict._metadata
-    value_of: Callable[[str], Tensor] = lambda key: merged[source.aliases.get(key, key)]  # noqa: E731
-    for key in _tensor_keys(base, source):
-        result[key] = value_of(key)
+    for key in base:
+        stored = source.aliases.get(key, key)
+        if stored in merged:  # a module's extra state is not
+            result[key] = merged[stored]
     result.update({key: tensor for key, tensor in merged.items() if key not in result})
     return result
-
-
-def _tensor_keys(base: Mapping[str, Any], source: TensorSource) -> Iterator[str]:
-    return (key for key in base if key in source.infos or key in source.aliases)

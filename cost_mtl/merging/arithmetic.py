@@ -37,7 +37,7 @@ def task_arithmetic(
         base: θ_pre: a module gives a new module, a state_dict or a path a new state_dict.
         vectors: T task vectors; a model among them stands for its task vector from ``base``.
         scale: α, or one α_i per vector. The default 1 makes one vector give its fine-tuned model back; with several,
-            choose it on held-out data (:func:`search_scale`; published values are 0.3 to 0.5 for eight tasks).
+            choose it on held-out data (:func:`search_scale`; published merges of eight tasks use about 0.3).
         buffers, batches: see :meth:`TaskVector.apply_to`.
 
     Raises:

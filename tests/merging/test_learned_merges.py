@@ -183,7 +183,7 @@ def test_scalars_and_empty_parameters(build):
     with torch.no_grad():
         merged.coefficients.fill_(0.5)
     assert float(merged(torch.tensor(2.0)).detach()) == 2 * (1 + 0.5 * 2 + 0.5 * 4)
-    assert float(merged.merged_model().scale) == 4
+    assert float(merged.merged_model().scale.detach()) == 4
 
 
 def test_vectors_of_different_blocks(mlp, perturb):
