@@ -40,4 +40,4 @@ class EqualWeighting:
             return torch.ones(num_tasks, dtype=gramian.dtype, device=gramian.device)
         if len(self.weights) != num_tasks:
             raise ValueError(f"weights has {len(self.weights)} entries, but there are {num_tasks} tasks")
-        return torch.tensor(self.weights, dtype=gramian.dtype).to(gramian.device, non_blocking=True)
+        return torch.tensor(self.weights, dtype=gramian.dtype, device="cpu").to(gramian.device, non_blocking=True)

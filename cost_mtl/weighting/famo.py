@@ -57,20 +57,20 @@ class FAMO:
     def initial_state(self, num_tasks: int) -> State:
         if self.min_losses is not None and len(self.min_losses) != num_tasks:
             raise ValueError(f"min_losses has {len(self.min_losses)} entries, but there are {num_tasks} tasks")
-        zeros = torch.zeros(num_tasks, dtype=torch.float64)
+        zeros = torch.zeros(num_tasks, dtype=torch.float64, device="cpu")
         return {"logits": zeros, "mean": zeros.clone(), "square": zeros.clone(), "steps": 0, "losses": None}
 
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
         """Weights [K], sum 1, from the losses and the logits."""
         gap = self._gap(inputs.losses)
-        w = torch.softmax(state["logits"].to(gap.device), 0) / gap
+        w = torch.softmax(state["logits"].to(gap.device, non_blocking=True), 0) / gap
         w = (w / w.sum()).to(inputs.gramian.device, inputs.gramian.dtype)
         return Weighed(w, state | {"losses": inputs.losses.detach().clone()})
 
     def observe(self, losses_after: Tensor, state: State) -> State:
         """The state with the logits moved, from the losses [K] after the update on the same batch."""
         after = self._gap(losses_after)
-        logits, mean, square = (state[key].to(after.device) for key in ("logits", "mean", "square"))
+        logits, mean, square = (state[key].to(after.device, non_blocking=True) for key in ("logits", "mean", "square"))
         fallen = self._gap(state["losses"]).log() - after.log()
         z = torch.softmax(logits, 0)
         gradient = z * (fallen - (z * fallen).sum()) + self.weight_decay * logits

@@ -45,7 +45,7 @@ class PCGrad:
         """Weights [K] from the Gramian [K, K]."""
         M = inputs.gramian
         generator = keyed_generator(self.seed, inputs.step)
-        orders = torch.stack([torch.randperm(len(M), generator=generator) for _ in range(len(M))])
+        orders = torch.stack([torch.randperm(len(M), generator=generator, device="cpu") for _ in range(len(M))])
         w = project_conflicts(M.to(torch.float64), orders.to(M.device, non_blocking=True)).sum(0)
         if self.scale == "mean":
             w = w / len(M)

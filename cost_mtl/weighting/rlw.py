@@ -48,9 +48,9 @@ class RLW:
         num_tasks = len(inputs.gramian)
         generator = keyed_generator(self.seed, inputs.step)
         if self.distribution == "normal":
-            w = torch.randn(num_tasks, generator=generator, dtype=torch.float64).softmax(0)
+            w = torch.randn(num_tasks, generator=generator, dtype=torch.float64, device="cpu").softmax(0)
         else:
-            w = torch.empty(num_tasks, dtype=torch.float64).exponential_(generator=generator)
+            w = torch.empty(num_tasks, dtype=torch.float64, device="cpu").exponential_(generator=generator)
             w = w / w.sum()
         if self.scale == "sum":
             w = w * num_tasks

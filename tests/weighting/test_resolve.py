@@ -22,7 +22,11 @@ def by_diagonal(gramian):
     return gramian.diagonal().rsqrt()
 
 
-@pytest.mark.parametrize("weighting", [EqualWeighting(), FairGrad(), NashMTL(), CAGrad(), by_diagonal], ids=lambda w: getattr(w, "__name__", str(w)))
+@pytest.mark.parametrize(
+    "weighting",
+    [EqualWeighting(), FairGrad(), NashMTL(), CAGrad(), by_diagonal],
+    ids=lambda w: getattr(w, "__name__", str(w)),
+)
 def test_functions_of_the_gramian(weighting):
     resolved = resolve(weighting)
     assert isinstance(resolved, StatefulWeighting)

@@ -98,6 +98,15 @@ def test_draws_are_keyed_on_seed_and_step(make):
     assert len({tuple(draw(seed, 3).tolist()) for seed in range(12)}) > 3
 
 
+@every
+def test_the_default_device_does_not_matter(weighting):
+    given = inputs()
+    expected = weighting.weigh(given, weighting.initial_state(4)).weights
+    with torch.device("meta"):
+        weighed = weighting.weigh(given, weighting.initial_state(4)).weights
+    assert torch.equal(weighed, expected)
+
+
 def test_rlw_is_a_softmax_of_normal_numbers():
     weights = torch.stack([RLW().weigh(inputs(step), {}).weights for step in range(2000)]).double()
     torch.testing.assert_close(weights.sum(1), torch.ones(2000, dtype=torch.float64), rtol=1e-6, atol=0)
