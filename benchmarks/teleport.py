@@ -147,7 +147,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         return ["0 %", *["–"] * 8]
 
     def median(key):
-        return statistics.median(r[key] for r in done)  # noqa: E704
+        return statistics.median(r[key] for r in done)
 
     gains = [r["cos_after"] - r["cos_before"] for r in done]
     good = sum(g >= 0.03 or r["norm_ratio"] >= 1.05 for g, r in zip(gains, done, strict=True))

@@ -1,6 +1,5 @@
 """torch.compile of trunk, model and closure; activation checkpointing, memory formats, sparse and other parameters."""
 
-import copy
 import warnings
 
 import pytest
