@@ -117,12 +117,12 @@ def test_lightning_with_two_processes(tmp_path):
             assert both.shape[0] == 2
             assert torch.equal(both[0], both[1])
             assert self.optimizers().progress.attempts >= 1
+            assert self.trainer.global_step == 24  # 256 samples, 32 a batch, two processes, six epochs
 
     module, loader = lightning_module(Compared, start=3)
     start = parameters(module)
     trainer = lightning_trainer(6, tmp_path, strategy="ddp_fork", devices=2)
     trainer.fit(module, loader)
-    assert trainer.global_step == 24  # 256 samples, 32 a batch, two processes, six epochs
     assert not torch.equal(parameters(module), start)
 
 
