@@ -162,12 +162,39 @@ def square(number: int, progress: Callable[[str, int], None], stopped: Callable[
     return number**2
 
 
+def test_pool_keeps_the_order() -> None:
+    assert run_pool.run_all([3, 1, 2], square, epochs=3, jobs=1) == run_pool.Outcome([9, 1, 4], stopped=False)
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_pool_keeps_the_order_and_passes_errors_on(jobs: int) -> None:
-    outcome = run_pool.run_all([3, 1, 2], square, epochs=3, jobs=jobs)
-    assert outcome == run_pool.Outcome([9, 1, 4], stopped=False)
+def test_pool_passes_errors_on(jobs: int) -> None:
     with pytest.raises(ArithmeticError, match="13 does not converge"):
         run_pool.run_all([3, 13], square, epochs=2, jobs=jobs)
+
+
+SLEEPERS = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+import run_pool
+
+def sleep(number, progress, stopped):
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    run_pool.run_all([1, 2], sleep, epochs=2, jobs=2)
+"""
+
+
+def test_killed_command_leaves_no_process_behind(tmp_path: Path) -> None:
+    script = tmp_path / "sleepers.py"
+    script.write_text(SLEEPERS.format(folder=str(Path(run_pool.__file__).parent)))
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    assert len({int(process.stdout.readline()) for _ in range(2)} - {process.pid}) == 2
+    process.kill()
+    # ends once nobody holds the other end of the pipe any more: the command, and both of its processes
+    process.communicate(timeout=120)
 
 
 def test_seeds_are_a_count_or_a_list() -> None:
@@ -201,7 +228,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
 
 
 def test_smoke_command(folder: Path, tmp_path: Path) -> None:
-    arguments = command("--smoke", "--jobs", "1", "--data-dir", folder, "--out", tmp_path)
+    arguments = command("--smoke", "--jobs", "2", "--data-dir", folder, "--out", tmp_path)
     done = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr
     out = tmp_path / "smoke"
