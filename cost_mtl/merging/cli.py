@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -27,17 +27,22 @@ from cost_mtl.merging.ties_merge import ties
 
 __all__ = ["main"]
 
+Number = TypeVar("Number", int, float)
 Method = Callable[[Sequence[TaskVector], Sequence[float], argparse.Namespace], TaskVector]
 
 _METHODS: dict[str, Method] = {
     "task_arithmetic": lambda taus, weights, _: combine(taus, weights),
     "average": lambda taus, weights, _: combine(taus, [weight / len(taus) for weight in weights]),
-    "ties": lambda taus, weights, args: ties(taus, _density(args, 0.2), weights),
+    "ties": lambda taus, weights, args: ties(taus, _or(args.density, 0.2), weights),
     "dare": lambda taus, weights, args: combine(
-        [dare(tau, _density(args, 0.1), args.seed + number) for number, tau in enumerate(taus)], weights
+        [dare(tau, _or(args.density, 0.1), _or(args.seed, 0) + number) for number, tau in enumerate(taus)], weights
     ),
-    "breadcrumbs": lambda taus, weights, args: combine([breadcrumbs(t, args.lower, args.upper) for t in taus], weights),
+    "breadcrumbs": lambda taus, weights, args: combine(
+        [breadcrumbs(tau, _or(args.lower, 0.85), _or(args.upper, 0.993)) for tau in taus], weights
+    ),
 }
+
+_ONLY_FOR = {"density": ("ties", "dare"), "seed": ("dare",), "lower": ("breadcrumbs",), "upper": ("breadcrumbs",)}
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -92,9 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--scale", type=float, default=1.0, help="factor of the merged task vectors (default: %(default)s)")
     add("--weights", type=float, nargs="+", help="one factor for each model (default: 1 each)")
     add("--density", type=float, help="share of the weights kept by ties (default 0.2) and dare (default 0.1)")
-    add("--lower", type=float, default=0.85, help="breadcrumbs: share dropped from below (default: %(default)s)")
-    add("--upper", type=float, default=0.993, help="breadcrumbs: where outliers start (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of dare's masks (default: %(default)s)")
+    add("--lower", type=float, help="breadcrumbs: share dropped from below (default 0.85)")
+    add("--upper", type=float, help="breadcrumbs: where outliers start (default 0.993)")
+    add("--seed", type=int, help="of dare's masks (default 0)")
     add("--keys", choices=["strict", "intersection", "union"], default="strict", help="default: %(default)s")
     add("--exclude", nargs="+", default=[], metavar="PATTERN", help="keys that stay the base's, 'head.*' say")
     add("--buffers", choices=["keep", "average"], default="keep", help="BatchNorm statistics (default: %(default)s)")
@@ -109,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
 def _merge(args: argparse.Namespace) -> None:
     if not args.out and not args.dry_run:
         raise ValueError("--out: expected a path, got none (or give --dry-run)")
+    for option, methods in _ONLY_FOR.items():
+        if getattr(args, option) is not None and args.method not in methods:
+            raise ValueError(f"--{option}: it serves {' and '.join(methods)} alone, not {args.method}")
     base = CheckpointSource(args.base, "base")
     vectors = open_vectors(base, args.models, args.keys, args.exclude)
     weights = [1.0] * len(vectors) if args.weights is None else args.weights
@@ -134,8 +142,8 @@ def _merge(args: argparse.Namespace) -> None:
         )
 
 
-def _density(args: argparse.Namespace, default: float) -> float:
-    return default if args.density is None else float(args.density)
+def _or(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def open_vectors(
     if not models:
         raise ValueError("models: expected at least one model, got none")
     return [
-        load_vector(path, base=base.path)
+        load_vector(path, base=base.path).select(lambda block: not any(fnmatchcase(block, p) for p in exclude))
         if is_saved_vector(path)
         else TaskVector(base, path, keys=keys, exclude=exclude, name=f"models[{number}] ({Path(path).name})")
         for number, path in enumerate(models)
@@ -126,7 +127,7 @@ def _check_target(base: CheckpointSource, target: Path, overwrite: bool) -> None
     if folder.resolve() == base.folder.resolve() and (
         folder == target or target.name in {shard.filename for shard in base.shards}
     ):
-        raise ValueError(f"out: {target} is the base itself; it is still being read while the output is written")
+        raise ValueError(f"out: {target} is the base itself: expected another path")
 
 
 def _is_weight(base: CheckpointSource, key: str) -> bool:

@@ -422,6 +422,9 @@ def test_saved_vectors_are_merged_like_models(folders, tmp_path):
     merge([paths[0], tmp_path / "tau.safetensors", paths[2]], tmp_path / "mixed")
     merge(paths, tmp_path / "plain")
     assert all(torch.equal(read_all(tmp_path / "mixed")[k], v) for k, v in read_all(tmp_path / "plain").items())
+    base = CheckpointSource(paths[0], "base")
+    (chosen,) = open_vectors(base, [tmp_path / "tau.safetensors"], "strict", exclude=["a.*"])
+    assert list(chosen.blocks) == ["b.weight"]
     with pytest.raises(ValueError, match="taken from another base"):
         merge([paths[1], tmp_path / "tau.safetensors"], tmp_path / "wrong")
 

@@ -45,7 +45,8 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_is_the_function_of_that_name(files, method):
     folder, states = files
-    options = ["--method", method, "--scale", "0.4", "--seed", "7", "--lower", "0.2", "--upper", "0.9"]
+    own = {"dare": ["--seed", "7"], "breadcrumbs": ["--lower", "0.2", "--upper", "0.9"]}
+    options = ["--method", method, "--scale", "0.4", *own.get(method, [])]
     assert main(words(folder, *options)) == 0
     base = states["base"]
     taus = [TaskVector(base, states[name]) for name in ("one", "two")]
@@ -90,6 +91,7 @@ WRONG = {
     "weights": (["--weights", "1"], "x.safetensors", "--weights: expected one for each of the 2 models, got 1"),
     "density": (["--method", "ties", "--density", "0"], "x.safetensors", "density: expected a number in"),
     "crumbs": (["--method", "breadcrumbs", "--lower", "0.9", "--upper", "0.1"], "x.safetensors", "lower, upper"),
+    "foreign option": (["--density", "0.5"], "x.safetensors", "--density: it serves ties and dare alone"),
     "pattern": (["--exclude", "zzz*"], "x.safetensors", "matches no key"),
     "folder": ([], "no/such/x.safetensors", "does not exist"),
     "existing": ([], "one.safetensors", "exists"),

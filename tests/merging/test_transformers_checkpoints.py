@@ -7,12 +7,11 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_model
 
 from cost_mtl.merging import CheckpointSource, TaskVector
 from cost_mtl.merging.cli import main
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
