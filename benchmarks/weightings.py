@@ -1,6 +1,6 @@
 """Time and accuracy of the weightings against torchjd, SciPy and a conic solver (cvxpy), as Markdown tables.
 
-    python benchmarks/weightings.py            # K = 2, 3, 11, 40, 100: about ten minutes
+    python benchmarks/weightings.py            # K = 2, 3, 11, 40, 100: ten to twenty minutes
     python benchmarks/weightings.py --quick    # K = 2, 3, 11, few repeats: about one minute
 
 One thread; CPU time of the process, the median over the repeats, so that other work on the machine counts little. Slow
