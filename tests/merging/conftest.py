@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from merging_files import write_sharded
 from torch import Tensor, nn
+
+from cost_mtl.merging import AnisotropicScaling, TaskVector
 
 State = dict[str, Tensor]
 
@@ -74,3 +79,25 @@ def state() -> Callable[..., State]:
         }
 
     return make
+
+
+@pytest.fixture
+def folders(tmp_path: Path, state: Callable[..., State]) -> tuple[list[Path], list[State]]:
+    """A base and two fine-tunings in bfloat16, two shards each, and their state_dicts."""
+    states = [state(seed, torch.bfloat16) for seed in (0, 1, 2)]
+    names = ["base", "one", "two"]
+    return [write_sharded(tmp_path / name, values) for name, values in zip(names, states, strict=True)], states
+
+
+@pytest.fixture
+def problem(mlp: nn.Module, perturb: Callable[..., nn.Module]) -> tuple[Any, ...]:
+    """A model, two task vectors, and data that a certain scaling of them explains exactly."""
+    vectors = [TaskVector(mlp, perturb(mlp, seed, 0.5)) for seed in (1, 2)]
+    blocks = list(vectors[0].blocks)
+    target = torch.tensor([[0.9, 0.2, 0.5, 0.7], [0.1, 0.8, 0.3, -0.4]])
+    truth = AnisotropicScaling(mlp, vectors, init=target).merged_model()
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(40, 5, generator=generator) for _ in range(4)]
+    batches = [(x, truth(x).detach()) for x in inputs]
+    assert len(blocks) == 4
+    return mlp, vectors, target, batches[:3], batches[3:]
