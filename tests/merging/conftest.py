@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from merging_files import write_sharded
 from torch import Tensor, nn
 
 from cost_mtl.merging import AnisotropicScaling, TaskVector
+from tests.merging.merging_files import write_sharded
 
 State = dict[str, Tensor]
 

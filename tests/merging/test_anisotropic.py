@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from learning import same_state, square_loss
 from torch import nn
 
 from cost_mtl.merging import (
@@ -16,6 +15,7 @@ from cost_mtl.merging import (
     TaskVector,
     task_arithmetic,
 )
+from tests.merging.learning import same_state, square_loss
 
 
 def test_equal_coefficients_are_task_arithmetic(problem):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from merging_files import listing, merge, read_all, write_sharded
 from safetensors.torch import load_file, save_file
 
 from cost_mtl.merging import CheckpointSource, TaskVector, combine, open_vectors, storage
+from tests.merging.merging_files import listing, merge, read_all, write_sharded
 
 
 def test_a_merge_on_disk_is_the_merge_in_memory(folders, tmp_path):

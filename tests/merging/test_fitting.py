@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from learning import square_loss
 from torch import nn
 
 from cost_mtl.merging import (
@@ -15,6 +14,7 @@ from cost_mtl.merging import (
     entropy,
     negation_loss,
 )
+from tests.merging.learning import square_loss
 
 
 def test_the_best_coefficients_are_kept_not_the_last(problem):

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from learning import same_state, square_loss
 from torch import nn
 
 from cost_mtl.merging import (
@@ -16,6 +15,7 @@ from cost_mtl.merging import (
     TaskVector,
     task_arithmetic,
 )
+from tests.merging.learning import same_state, square_loss
 
 
 def test_all_ranks_kept_is_task_arithmetic(problem):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from merging_files import merge, read_all
 from safetensors.torch import load_file, save_file
 
 from cost_mtl.merging import CheckpointSource, TaskVector, open_vectors, storage, writer
 from cost_mtl.merging.source import TensorInfo
+from tests.merging.merging_files import merge, read_all
 
 
 @pytest.mark.parametrize("target", ["tau.safetensors", "tau"])
