@@ -22,8 +22,8 @@ smoke() { # script, options
     grep '^| FairGrad' "$out/$1/table.md" | head -n 2
 }
 echo
-smoke nyuv2.py --data synthetic
-smoke cityscapes.py --data synthetic
+smoke nyuv2.py --data synthetic --model mtan
+smoke cityscapes.py --data synthetic --model mtan
 smoke celeba.py --data synthetic
 smoke qm9_graph.py
 if [ "$device" != cpu ]; then

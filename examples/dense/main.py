@@ -50,7 +50,12 @@ def add_dense_arguments(parser: argparse.ArgumentParser, defaults: Defaults, siz
         "--trivial", action=_Flag, default=None, help="row of constant predictors (default: synthetic only)"
     )
     model = parser.add_argument_group("model")
-    model.add_argument("--model", choices=("mtan", "segnet"), default="mtan", help="of the multi-task rows")
+    model.add_argument(
+        "--model",
+        choices=("mtan", "segnet"),
+        default=None,
+        help="of the multi-task rows; default mtan, segnet for --smoke",
+    )
     model.add_argument("--width", type=float, default=None, help="factor on the channels (64, 128, 256, 512, 512)")
     add_training_arguments(parser, defaults)
 
@@ -90,7 +95,7 @@ def _options(args: argparse.Namespace, defaults: Defaults, device: str) -> Dense
     if args.width is not None:
         filters = tuple(max(8, round(channels * args.width)) for channels in FILTERS)
     return DenseOptions(
-        model=args.model,
+        model=args.model or ("segnet" if args.smoke else "mtan"),
         batch_size=batch_size,
         augment=args.augment,
         faithful=args.faithful,

@@ -103,13 +103,13 @@ def test_cityscapes_smoke_survives_sigkill_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_nyuv2_smoke_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert nyuv2.main(arguments(tmp_path, "out")) == 0
+    assert nyuv2.main(arguments(tmp_path, "out", "--model", "mtan")) == 0
     assert "| FairGrad + COST |" in capsys.readouterr().out
     check_outputs(tmp_path / "out", 9)
 
 
 def test_a_second_call_trains_nothing_and_more_seeds_only_the_new_ones(tmp_path: Path) -> None:
-    argv = arguments(tmp_path, "out", "--preset", "ls", "fairgrad", "--model", "segnet")
+    argv = arguments(tmp_path, "out", "--preset", "ls", "fairgrad")
     assert nyuv2.main(argv) == 0
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("checkpoint.pt")}
     assert nyuv2.main([*argv, "--seeds", "0", "1"]) == 0
@@ -177,7 +177,7 @@ def test_help(main: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -
 
 
 def test_faithful_metrics_of_absent_classes_are_dashes_in_table_and_nulls_in_json(tmp_path: Path) -> None:
-    argv = arguments(tmp_path, "out", "--preset", "ls", "--model", "segnet", "--faithful", "--no-augment")
+    argv = arguments(tmp_path, "out", "--preset", "ls", "--faithful", "--no-augment")
     assert nyuv2.main(argv) == 0
     text = (tmp_path / "out/table.md").read_text()
     assert "as in the public scripts (--faithful)" in text
