@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cost_mtl.losses import TaskLosses, no_graph
-from cost_mtl.parallel import broadcast_, data_parallel, group_for
+from cost_mtl.parallel import broadcast_, data_parallel, group_for, union
 from cost_mtl.parameters import held_by
 from cost_mtl.sharding import is_sharded
 
@@ -116,6 +116,26 @@ def _same(number: int, device: torch.device, group: Any) -> bool:
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     most, least = values.tolist()
     return bool(most == -least)
+
+
+@contextmanager
+def short_of_memory_together(device: torch.device, group: Any) -> Iterator[None]:
+    """Context around an evaluation in a teleport: a lack of memory in one process becomes everyone's, who would
+    otherwise wait for it in the next collective, while it had given up the teleport.
+
+    Raises:
+        torch.OutOfMemoryError: in all processes of the group, at the end.
+    """
+    error: torch.OutOfMemoryError | None = None
+    try:
+        yield
+    except torch.OutOfMemoryError as mine:
+        if group is None:
+            raise
+        error = mine
+    short = union(torch.tensor([int(error is not None)], dtype=torch.uint8, device=device), group)
+    if group is not None and bool(short):
+        raise error or torch.OutOfMemoryError("in another process of the group")
 
 
 def communicates(model: nn.Module, params: Sequence[Tensor]) -> bool:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cost_mtl.agreement import agree_on_tasks, communicates, refusing_foreign_wrappers
+from cost_mtl.agreement import (
+    agree_on_tasks,
+    communicates,
+    refusing_foreign_wrappers,
+    short_of_memory_together,
+)
 from cost_mtl.frameworks import refuse_accumulation
 from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
 from cost_mtl.losses import TaskLosses, refuse_reentrant_checkpoints, split_losses
@@ -118,6 +123,7 @@ def measure(
     out: Tensor | None = None,
     single: bool = True,
     look_closely: bool = False,
+    in_teleport: bool = False,
 ) -> Evaluation:
     """Losses and per-task gradients; the closure of each micro-batch is called once.
 
@@ -127,19 +133,27 @@ def measure(
         out: buffer for G.
         single: with one task nothing is shared: treat all parameters as its own.
         look_closely: for the first evaluation: refuse what would go wrong silently.
+        in_teleport: the tasks are known, and a lack of memory in one process is to be everyone's.
     """
     values: list[Tensor] = []
     names: tuple[str, ...] = ()
     result: TaskGradients | None = None
-    for tasks in _checked(thunks, model, [*layout.params, *own], group, look_closely=look_closely):
-        if single and len(tasks) == 1 and layout.params:
-            own, layout = [*layout.params, *own], Layout(())
-        result = collect(tasks, layout, own, out=out, factor=1.0 / len(thunks), add_to=result)
-        if look_closely and len(result.reached) + len(result.own) < len(layout.params) + len(own):
-            refuse_reentrant_checkpoints(tasks.roots)
-        names = tasks.names
-        values.append(tasks.values)
-        del tasks
+    guard: AbstractContextManager[None]
+    if in_teleport:
+        guard, found = short_of_memory_together(layout.device, group), run(thunks, model)
+    else:
+        params = [*layout.params, *own]
+        guard, found = nullcontext(), _checked(thunks, model, params, group, look_closely=look_closely)
+    with guard:
+        for tasks in found:
+            if single and len(tasks) == 1 and layout.params:
+                own, layout = [*layout.params, *own], Layout(())
+            result = collect(tasks, layout, own, out=out, factor=1.0 / len(thunks), add_to=result)
+            if look_closely and len(result.reached) + len(result.own) < len(layout.params) + len(own):
+                refuse_reentrant_checkpoints(tasks.roots)
+            names = tasks.names
+            values.append(tasks.values)
+            del tasks
     if result is None:
         raise ValueError("closure: expected at least one, got an empty sequence")
     return _averaged(names, values, layout, own, result, len(names), group)

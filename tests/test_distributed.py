@@ -14,7 +14,7 @@ import cost_mtl
 from cost_mtl import COST, DenseTeleporter, LoRATeleporter, TeleportSchedule
 from cost_mtl.agreement import communicates
 from tests.distributed.harness import refused, spawn
-from tests.nets import convnet, data, flat, losses, mlp
+from tests.nets import conflicting, convnet, data, flat, losses, mlp
 
 N = 8
 """Samples per process."""
@@ -256,6 +256,40 @@ def test_a_nan_on_one_process_is_everyones(policy, scaled):
     assert bool(torch.isfinite(results[0][0]).all())
     assert ("task '1'" in results[0][1]) is (policy == "raise" and not scaled)
     assert results[0][2] == (2.0**9 if scaled else 0.0)
+
+
+def short_of_memory(rank, call):
+    """Process 1 runs out of memory in its n-th evaluation inside of a teleport; returns how many there were, too."""
+    model, x, ys = conflicting()
+    optimizer = COST(
+        torch.optim.SGD(model.parameters(), lr=1e-3), DistributedDataParallel(model), shared=model.trunk,
+        teleporter=DenseTeleporter(), trigger=lambda M: True, schedule=TeleportSchedule(start=0, cooldown=1),
+    )  # fmt: skip
+    calls = []
+
+    def closure():
+        calls.append(1)
+        values = losses(optimizer.model, x, ys)
+        if rank == 1 and len(calls) == 1 + call:
+            raise torch.OutOfMemoryError("no memory left")
+        return values
+
+    start = parameters(model.trunk)
+    optimizer.step(closure)
+    report = optimizer.last_step.teleport
+    assert not torch.equal(parameters(model.trunk), start)
+    optimizer.step(lambda: losses(optimizer.model, x, ys))
+    again = optimizer.last_step.teleport.accepted
+    return [parameters(model), report.accepted, "out of memory" in report.reason, again, report.closure_calls]
+
+
+def test_out_of_memory_on_one_process_ends_everyones_teleport():
+    whole = spawn(2, short_of_memory, -1)
+    assert whole[0][1:3] == [True, False]
+    for call in (1, 2, whole[0][4]):  # the last one are the gradients at the new point
+        results = spawn(2, short_of_memory, call)
+        assert_in_step([result[:4] for result in results])
+        assert results[0][1:4] == [False, True, True]
 
 
 # ------------------------------------------------------------------------------------ ways to set it up

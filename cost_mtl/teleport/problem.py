@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from cost_mtl.agreement import short_of_memory_together
 from cost_mtl.evaluation import Evaluation, Thunk, mean_losses, measure, run
 from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
 from cost_mtl.losses import TaskLosses
@@ -84,14 +85,17 @@ class Problem:
             yield tasks
 
     def evaluate(self, batch: int = 0) -> Tensor:
-        values = [tasks.values for tasks in self._run(batch)]
+        with short_of_memory_together(self.layout.device, self.group):
+            values = [tasks.values for tasks in self._run(batch)]
         return mean_losses(values, self.group, torch.float64).to(self.losses.device)
 
     def measure(self, out: Tensor | None = None) -> Evaluation:
         """Losses and all gradients, of shared and other parameters, on batch 0 where the model stands."""
         self.moment.restore()
         self.calls += 1
-        return measure(self.closures[0], self.model, self.layout, self.own, self.group, out=out, single=False)
+        return measure(
+            self.closures[0], self.model, self.layout, self.own, self.group, out=out, single=False, in_teleport=True
+        )
 
     def evaluate_gradients(
         self, batch: int = 0, *, wrt: Sequence[Tensor] | None = None, tasks: Sequence[Sequence[int]] | None = None
@@ -101,13 +105,14 @@ class Problem:
         values: list[Tensor] = []
         result: TaskGradients | None = None
         G = torch.zeros(len(tasks or ()), layout.numel, dtype=layout.dtype, device=layout.device)
-        for split in self._run(batch):
-            values.append(split.values)
-            if tasks is None:
-                result = collect(split, layout, (), factor=factor, add_to=result)
-                G = result.matrix
-            else:
-                self._add_sums(split, tasks, factor, layout, G)
+        with short_of_memory_together(layout.device, self.group):
+            for split in self._run(batch):
+                values.append(split.values)
+                if tasks is None:
+                    result = collect(split, layout, (), factor=factor, add_to=result)
+                    G = result.matrix
+                else:
+                    self._add_sums(split, tasks, factor, layout, G)
         losses = mean_losses(values, self.group, torch.float64).to(self.losses.device)
         return losses, mean_(G, self.group)
 
