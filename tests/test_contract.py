@@ -1,13 +1,12 @@
 """COST is a ``torch.optim.Optimizer``: whatever people do with one goes on working, with every base optimizer.
 
-A new base optimizer or scheduler: one row in a table below.
+A new base optimizer: one row in the table in ``tests/contract.py``.
 """
 
 import copy
 import io
 import pickle
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -17,115 +16,10 @@ from torch.optim import lr_scheduler as schedulers
 import cost_mtl
 from cost_mtl import COST, EqualWeighting
 from cost_mtl.wrapper import OptimizerWrapper
-from tests.nets import data, losses, mlp
+from tests.contract import BASES, batches, build, matrices, net, same, same_parameters, train, train_plainly
+from tests.nets import losses
 
-BASES = {
-    "SGD": partial(optim.SGD, lr=0.05),
-    "SGD momentum": partial(optim.SGD, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
-    "SGD nesterov": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "SGD fused": partial(optim.SGD, lr=0.05, momentum=0.9, fused=True),
-    "Adam": partial(optim.Adam, lr=0.01, weight_decay=0.01),
-    "Adam amsgrad": partial(optim.Adam, lr=0.01, amsgrad=True),
-    "Adam fused": partial(optim.Adam, lr=0.01, fused=True),
-    "AdamW": partial(optim.AdamW, lr=0.01),
-    "AdamW amsgrad": partial(optim.AdamW, lr=0.01, amsgrad=True),
-    "AdamW fused": partial(optim.AdamW, lr=0.01, fused=True),
-    "AdamW foreach": partial(optim.AdamW, lr=0.01, foreach=True),
-    "AdamW tensor lr": lambda params: optim.AdamW(params, lr=torch.tensor(0.01), foreach=False),
-    "NAdam": partial(optim.NAdam, lr=0.01),
-    "RAdam": partial(optim.RAdam, lr=0.01),
-    "Adamax": partial(optim.Adamax, lr=0.01),
-    "Adagrad": partial(optim.Adagrad, lr=0.05, lr_decay=0.01),
-    "Adadelta": partial(optim.Adadelta, lr=0.5),
-    "RMSprop": partial(optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
-    "ASGD": partial(optim.ASGD, lr=0.05, t0=2),
-    "Rprop": partial(optim.Rprop, lr=0.01),
-    "Adafactor": partial(optim.Adafactor, lr=0.05),
-    "Muon": partial(optim.Muon, lr=0.02),
-}
 EVERY_BASE = pytest.mark.parametrize("name", BASES)
-
-SCHEDULERS = {
-    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 0.9**epoch),
-    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda epoch: 0.9),
-    "StepLR": lambda o: schedulers.StepLR(o, 2, 0.5),
-    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [1, 3], 0.5),
-    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.5, total_iters=2),
-    "LinearLR": lambda o: schedulers.LinearLR(o, 0.2, total_iters=3),
-    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.9),
-    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, T_max=5),
-    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, T_0=2),
-    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, total_iters=5, power=2.0),
-    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.001, 0.05, step_size_up=2, cycle_momentum="momentum" in o.defaults),
-    "OneCycleLR": lambda o: schedulers.OneCycleLR(
-        o, max_lr=0.1, total_steps=8, cycle_momentum="momentum" in o.defaults or "betas" in o.defaults
-    ),
-    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, factor=0.5, patience=0),
-    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
-        [schedulers.ConstantLR(o, 0.1, total_iters=2), schedulers.ExponentialLR(o, 0.9)], optimizer=o
-    ),
-    "SequentialLR": lambda o: schedulers.SequentialLR(
-        o, [schedulers.LinearLR(o, 0.5, total_iters=2), schedulers.ExponentialLR(o, 0.9)], milestones=[2]
-    ),
-    "SWALR": lambda o: optim.swa_utils.SWALR(o, swa_lr=0.001, anneal_epochs=3),
-}
-
-
-def net(K=2, dtype=torch.float32, seed=0):
-    return mlp(K, seed=seed, dtype=dtype)
-
-
-def matrices(name, params):
-    """What a base can take: Muon knows matrices only."""
-    return [p for p in params if p.dim() == 2] if name == "Muon" else list(params)
-
-
-def build(name, model, *, seed=0, **settings):
-    """COST over a base optimizer with two param groups, trunk and heads."""
-    groups = [
-        {"params": matrices(name, model.trunk.parameters())},
-        {"params": matrices(name, model.heads.parameters())},
-    ]
-    settings = {"weighting": EqualWeighting(), "teleporter": None} | settings
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="shared: .* parameters are in no param group")  # Muon's biases
-        return COST(BASES[name](groups), model, shared=model.trunk, **settings)
-
-
-def batches(steps, K=2, dtype=torch.float32):
-    found = [data(K, seed=s) for s in range(steps)]
-    return [(x.to(dtype), [y.to(dtype) for y in ys]) for x, ys in found]
-
-
-def train(optimizer, model, steps, after=lambda losses: None, start=0):
-    K = len(model.heads)
-    for x, ys in batches(start + steps, K, next(model.parameters()).dtype)[start:]:
-        after(optimizer.step(lambda x, ys: losses(model, x, ys), x, ys))
-
-
-def train_plainly(base, model, steps, after=lambda losses: None):
-    K = len(model.heads)
-    for x, ys in batches(steps, K, next(model.parameters()).dtype):
-        base.zero_grad()
-        values = losses(model, x, ys)
-        sum(values).backward()
-        base.step()
-        after(torch.stack(values).detach())
-
-
-def same(a, b):
-    """Two nested states, bit for bit."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
-def same_parameters(a, b):
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 # ------------------------------------------------------------------------------------ the update itself
@@ -202,67 +96,6 @@ def test_two_optimizers_side_by_side():
         plain.zero_grad()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-4)
-
-
-# ------------------------------------------------------------------------------------ schedulers
-
-
-def test_the_table_names_every_scheduler_of_torch():
-    found = {n for n, c in vars(schedulers).items() if isinstance(c, type) and issubclass(c, schedulers.LRScheduler)}
-    assert found - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "RMSprop", "Adadelta"])
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_schedulers_drive_it_as_they_drive_the_base(name, kind):
-    model, plain = net(2, torch.float64), net(2, torch.float64)
-    optimizer = build(name, model)
-    base = BASES[name]([{"params": list(plain.trunk.parameters())}, {"params": list(plain.heads.parameters())}])
-    seen = {}
-    for owner, run in ((optimizer, partial(train, optimizer, model)), (base, partial(train_plainly, base, plain))):
-        scheduler, rates = SCHEDULERS[kind](owner), []
-
-        def after(values, owner=owner, scheduler=scheduler, rates=rates):
-            scheduler.step(*([float(values.sum())] if kind == "ReduceLROnPlateau" else []))
-            rates.append([(g["lr"], g.get("momentum"), g.get("betas")) for g in owner.param_groups])
-
-        run(6, after)
-        seen[owner] = rates
-    assert seen[optimizer] == seen[base]
-    assert len({str(row) for row in seen[base]}) > 1  # the schedule did something
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
-
-
-def test_param_groups_are_one_object_for_everyone():
-    model = net()
-    optimizer = build("Adam", model)
-    scheduler = schedulers.StepLR(optimizer, 1)
-
-    def one():
-        return optimizer.param_groups is optimizer.base.param_groups is scheduler.optimizer.param_groups
-
-    assert one()
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert one()
-    extra = nn.Parameter(torch.zeros(3))
-    optimizer.add_param_group({"params": [extra], "lr": 0.5})
-    assert one()
-    assert optimizer.base.param_groups[-1]["params"] == [extra]
-    optimizer.param_groups[0]["lr"] = 0.125
-    assert optimizer.base.param_groups[0]["lr"] == 0.125
-    assert optimizer.state is optimizer.base.state
-    assert optimizer.defaults is optimizer.base.defaults
-
-
-def test_a_scheduler_on_the_base_works_too():
-    model = net()
-    optimizer = build("SGD", model)
-    scheduler = schedulers.StepLR(optimizer.base, 1, 0.1)
-    train(optimizer, model, 1)
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
 
 
 # ------------------------------------------------------------------------------------ hooks, copies, groups

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.nets import data, flat
+
 TIMEOUT = 90.0
 
 
@@ -72,3 +74,32 @@ def refused(work: Callable[[], Any], error: type[Exception]) -> str:
     except error as e:
         return str(e)
     raise AssertionError(f"expected {error.__name__}, nothing was raised")
+
+
+N = 8
+"""Samples per process."""
+
+
+def share(rank, batch):
+    """A process's part of the joined batch."""
+    x, ys = batch
+    rows = slice(rank * N, (rank + 1) * N)
+    return x[rows], [y[rows] for y in ys]
+
+
+def joined(seed, world, K=2, shape=(6,), dtype=torch.float64):
+    x, ys = data(K, world * N, seed=seed, shape=shape)
+    return x.to(dtype), [y.to(dtype) for y in ys]
+
+
+def parameters(model):
+    return flat(list(model.parameters()))
+
+
+def assert_in_step(results):
+    """Every process has the first one's, bit for bit."""
+    for result in results[1:]:
+        assert len(result) == len(results[0])
+        for a, b in zip(results[0], result, strict=True):
+            same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            assert same, (a, b)

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import cost_mtl
 from cost_mtl import COST
 from cost_mtl.sharding import pieces_group
-from tests.distributed.harness import refused, spawn
+from tests.distributed.harness import assert_in_step, joined, refused, share, spawn
 from tests.nets import flat, losses, mlp
-from tests.test_distributed import assert_in_step, joined, share
 
 SETTINGS = {
     "default": {},
