@@ -148,8 +148,9 @@ class StatefulWeighting(Protocol):
 
 @runtime_checkable
 class ObservingWeighting(StatefulWeighting, Protocol):
-    """A stateful rule that also wants the losses after the update, on the same batch (FAMO). COST evaluates the
-    closure once more after the base optimizer's step, without gradients: the one exception to one call a step."""
+    """A stateful rule that also wants the losses after the update, on the same batch (FAMO). COST calls the closure
+    once more after the base optimizer's step, without a backward pass: the one exception to one call a step. As in
+    every call, gradients are enabled in it, since some losses differentiate inside (forces from an energy)."""
 
     def observe(self, losses_after: Tensor, state: State) -> State: ...
 

@@ -37,7 +37,7 @@ from cost_mtl.evaluation import (
 )
 from cost_mtl.gradients import Layout, combine, cosines, norms
 from cost_mtl.parallel import group_for
-from cost_mtl.parameters import Shared, all_trainable, held_by, resolve_shared, warn_about_shared
+from cost_mtl.parameters import Shared, all_trainable, held_by, resolve_shared, warn_about_shared, warn_about_weighting
 from cost_mtl.precision import no_autocast
 from cost_mtl.sharding import NO_TELEPORTS, is_sharded, reshard
 from cost_mtl.teleport.driver import TeleportDriver
@@ -157,6 +157,7 @@ class COST(OptimizerWrapper):
         self._shared = resolve_shared(shared)
         self._buffer: Tensor | None = None
         self._spare: Tensor | None = None
+        self._weighting_checked = False
         self._group = group_for(model, process_group)
         if self._shared is not None:
             warn_about_shared(self._shared, base, model)
@@ -319,7 +320,7 @@ class COST(OptimizerWrapper):
         p = self.progress
         if p.num_tasks != K:
             if p.num_tasks is not None and p.weighting:
-                warnings.warn(f"closure: {K} losses instead of {p.num_tasks}; the weighting starts anew", stacklevel=4)
+                warnings.warn(f"closure: {K} losses instead of {p.num_tasks}; the weighting starts anew", stacklevel=6)
             p.num_tasks, p.weights = K, None
             p.weighting = self.weighting.initial_state(K)
 
@@ -353,6 +354,9 @@ class COST(OptimizerWrapper):
         inputs = WeightingInputs(M, now.losses, now.gradients.matrix, self.progress.step)
         weighed = self.weighting.weigh(inputs, self.progress.weighting)
         self.progress.weighting = weighed.state
+        if weighed.parameter_grads and not self._weighting_checked:
+            self._weighting_checked = True
+            warn_about_weighting([p for p, _ in weighed.parameter_grads], self.base)
         if self.every > 1:
             self.progress.weights = weighed.weights
         return weighed

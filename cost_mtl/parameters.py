@@ -82,6 +82,19 @@ def warn_about_shared(shared: Sequence[Tensor], base: Optimizer, model: nn.Modul
         )
 
 
+def warn_about_weighting(own: Sequence[Tensor], base: Optimizer) -> None:
+    """Say that parameters which the weighting learns are in no param group of the base optimizer."""
+    held = {id(p) for p in held_by(base)}
+    missing = [p for p in own if id(p) not in held]
+    if missing:
+        warnings.warn(
+            f"weighting: {len(missing)} parameters of its own are in no param group of the base optimizer, and stay "
+            "as they are unless another optimizer steps them: give them to it beside the model's, "
+            "[*model.parameters(), *weighting.parameters()]",
+            stacklevel=6,
+        )
+
+
 def few(names: Sequence[str], most: int = 5) -> str:
     """A list for an error message."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""

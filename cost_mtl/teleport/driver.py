@@ -141,7 +141,7 @@ class TeleportDriver:
         except REFUSALS as error:
             if type(error).__name__ not in self.said:
                 self.said.add(type(error).__name__)
-                warnings.warn(f"no teleport, here and later (said once): {error}", stacklevel=5)
+                warnings.warn(f"no teleport, here and later (said once): {error}", stacklevel=6)
             return None
         except torch.OutOfMemoryError as error:
             return Outcome(rejected(problem, f"out of memory: {error}"))
