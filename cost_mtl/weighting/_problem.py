@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from cost_mtl.base import Solution, SolverReport
 from cost_mtl.weighting._arrays import HOST, Array, Arrays, device_arrays
 from cost_mtl.weighting._checks import check_shape, host_matrix
+from cost_mtl.weighting._rounding import round_to_float32
 
 __all__ = [
     "CONVERGED",
@@ -124,6 +125,9 @@ class SolvedWeighting:
     max_norm: float | None = None
     solver: Solver = "auto"
 
+    _keeps_rates: ClassVar[bool] = False
+    """Whether the method's equation is about the rates M w, which rounding w can spoil: see _rounding.py."""
+
     def __post_init__(self) -> None:
         if self.scale not in ("raw", "tasks", "sum", "mean"):
             raise ValueError(f'scale must be "raw", "tasks", "sum" or "mean", got {self.scale!r}')
@@ -156,7 +160,8 @@ class SolvedWeighting:
                 answer = self._method(Problem(HOST, M, noise))
             w = self._scaled(HOST, answer.weights, M)
         report = SolverReport(int(answer.iterations), float(answer.residual), int(answer.code))
-        return Solution(_as_tensor(torch.from_numpy(np.ascontiguousarray(w)), gramian), report)
+        weights = self._as_tensor(torch.from_numpy(np.ascontiguousarray(w)), torch.from_numpy(M), gramian, on_host=True)
+        return Solution(weights, report)
 
     def _on_device(self, gramian: Tensor, noise: float) -> Solution:
         arrays = device_arrays(gramian.device)
@@ -166,7 +171,9 @@ class SolvedWeighting:
         answer = self._method(Problem(arrays, M, noise))
         w = torch.where(finite, self._scaled(arrays, answer.weights, M), torch.nan)
         code = torch.where(finite, answer.code, NON_FINITE)
-        return Solution(_as_tensor(w, gramian), SolverReport(answer.iterations, answer.residual, code))
+        return Solution(
+            self._as_tensor(w, M, gramian, on_host=False), SolverReport(answer.iterations, answer.residual, code)
+        )
 
     def _scaled(self, arrays: Arrays, w: Array, M: Array) -> Array:
         K = len(w)
@@ -179,6 +186,14 @@ class SolvedWeighting:
             w = w / arrays.at_least(norm / self.max_norm, 1.0)
         return w
 
+    def _as_tensor(self, w: Tensor, M: Tensor, like: Tensor, on_host: bool) -> Tensor:
+        """w [K], float64, in the Gramian's dtype."""
+        if like.dtype != torch.float64:
+            w = w.clamp(max=torch.finfo(like.dtype).max)
+        if like.dtype == torch.float32 and self._keeps_rates:
+            w = round_to_float32(w, M, on_host)
+        return w.to(like.device, like.dtype)
+
     def _method(self, problem: Problem) -> Answer:
         """The method's own solution, before any scaling."""
         raise NotImplementedError
@@ -186,9 +201,3 @@ class SolvedWeighting:
     def _reference(self, M: Array) -> Array:
         """The same by the slow twin: [K]."""
         raise NotImplementedError
-
-
-def _as_tensor(w: Tensor, like: Tensor) -> Tensor:
-    if like.dtype != torch.float64:
-        w = w.clamp(max=torch.finfo(like.dtype).max)
-    return w.to(like.device, like.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cost_mtl.weighting._arrays import Array
 from cost_mtl.weighting._fairness import solve_fairness
@@ -21,8 +22,8 @@ class NashMTL(SolvedWeighting):
     has the norm sqrt(K), whatever the scale of the losses: M -> s M gives w -> w / sqrt(s). With two tasks at angle
     phi, w_i = 1 / (||g_i|| sqrt(1 + cos phi)).
 
-    Near a Pareto-stationary point, and for tasks with zero gradients, the answer is the one that
-    :class:`~cost_mtl.weighting.fairgrad.FairGrad` describes.
+    Near a Pareto-stationary point, for tasks with zero gradients and for a Gramian in less than float64, the answer is
+    the one that :class:`~cost_mtl.weighting.fairgrad.FairGrad` describes.
 
     Args:
         scale: ``"raw"`` (default): the solution itself; ``"tasks"``: times K; ``"sum"``, ``"mean"``: weights that sum
@@ -34,6 +35,8 @@ class NashMTL(SolvedWeighting):
     Raises:
         ValueError: a setting is out of range.
     """
+
+    _keeps_rates: ClassVar[bool] = True
 
     @classmethod
     def official(cls) -> NashMTL:

@@ -42,17 +42,32 @@ def test_other_alphas(alpha, family):
         assert residual(M, FairGrad(alpha)(M), alpha) < 1e-6
 
 
+@pytest.mark.parametrize(("K", "solver"), [(K, "host") for K in TASKS] + [(K, "device") for K in (2, 3)])
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 @pytest.mark.parametrize("family", SOLVABLE)
-@pytest.mark.parametrize("K", TASKS)
-def test_a_float32_gramian(K, family, alpha):
-    # Rounding the weights to float32 costs eps * sum_j |M_ij| w_j / (M w)_i, which no float32 answer can avoid.
+def test_a_float32_gramian(K, family, alpha, solver):
     M = gramian(gradients(K)[family], torch.float32)
-    solution = FairGrad(alpha).solve(M)
+    solution = FairGrad(alpha, solver=solver).solve(M)
     w = solution.weights.double()
-    amplification = ((M.double().abs() @ w) / (M.double() @ w)).max().item()
-    assert residual(M, w, alpha) < max(1e-4, 2 * 6e-8 * amplification)
-    assert solution.report.residual < 1e-6
+    assert float(solution.report.residual) < 1e-6
+    if K <= 11 or alpha == 1:
+        assert residual(M, w, alpha) < 1e-4
+    else:  # dozens of rates in cancellation: rounding costs eps * sum_j |M_ij| w_j / (M w)_i
+        amplification = ((M.double().abs() @ w) / (M.double() @ w)).max().item()
+        assert residual(M, w, alpha) < max(1e-4, 6e-8 * amplification)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rounding_to_float32_stays_near_and_only_acts_where_it_must(seed):
+    random = np.random.default_rng(seed)
+    G = random.standard_normal((3, 5)) * 10 ** random.uniform(-3, 3, (3, 1))
+    M = gramian(G, torch.float32)
+    exact = FairGrad(2.0)(M.double())
+    plain, found = exact.float(), FairGrad(2.0)(M)
+    torch.testing.assert_close(found.double(), exact, rtol=4e-5, atol=0)
+    assert residual(M, found, 2.0) <= max(residual(M, plain, 2.0), 1e-4)
+    if residual(M, plain, 2.0) < 1e-6:
+        assert torch.equal(found, plain)
 
 
 def test_the_residual_is_not_an_artefact_of_float64():
