@@ -20,6 +20,7 @@ from cost_mtl.teleport import (
     LevelSet,
     LoRATeleporter,
     NoAdaptableLayerError,
+    Penalty,
     UnrepeatableClosureError,
 )
 from cost_mtl.trajectory import reuse_trajectory_
@@ -64,6 +65,7 @@ __all__ = [
     "NashMTL",
     "NoAdaptableLayerError",
     "PCGrad",
+    "Penalty",
     "ScaleInvariant",
     "SolverReport",
     "StepReport",

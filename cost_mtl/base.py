@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ __all__ = [
     "Closure",
     "Losses",
     "Move",
+    "NoDoubleBackwardError",
     "ObservingWeighting",
     "RemembersIterates",
     "Solution",
@@ -235,9 +236,28 @@ class TeleportProblem(Protocol):
         of the losses in ``tasks[r]``; by default R = K and row i is task i's."""
         ...
 
+    def evaluate_curvature(
+        self, directions: Tensor, tasks: Sequence[Sequence[int]], batch: int = 0, *, wrt: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Gradient [n] with respect to ``wrt`` (default: params) of sum_r <directions[r], g_r>, where g_r [m] is the
+        gradient of the sum of the losses in ``tasks[r]`` with respect to the params: the sum of the Hessian-vector
+        products, by double backward.
+
+        Args:
+            directions: [R, m].
+
+        Raises:
+            NoDoubleBackwardError: the closure's graph can't be differentiated twice.
+        """
+        ...
+
     def at(self, delta: Tensor) -> AbstractContextManager[None]:
         """Context in which the parameters stand at theta + delta [m]; afterwards they have their bits back."""
         ...
+
+
+class NoDoubleBackwardError(RuntimeError):
+    """The closure's graph can't be differentiated twice (fused attention, cuDNN RNNs, compiled models)."""
 
 
 @dataclass(frozen=True)
@@ -252,17 +272,23 @@ class Acceptance:
         min_angle: least fall of the largest angle between a task gradient and the mean gradient, in radians, for the
             conflict objective. Default 0.03: 0.03 of cosine where the gradients are at right angles.
         min_norm: least relative rise of the balanced gradient norms, for the norm objective. Default 5 %.
+        invariance: ``"each"`` (default): every task loss is kept. ``"mean"``: the mean loss alone, whose change is
+            measured relative to the mean of |L_i|; for problems with hardly more parameters than tasks, where no
+            direction keeps every loss. Tasks are then traded against each other.
     """
 
     tolerance: float = 0.01
     tolerance_heldout: float = 0.05
     min_angle: float = 0.03
     min_norm: float = 0.05
+    invariance: Literal["each", "mean"] = "each"
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "tolerance_heldout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: expected a number > 0, got {getattr(self, name)}")
+        if self.invariance not in ("each", "mean"):
+            raise ValueError(f"invariance: expected 'each' or 'mean', got {self.invariance!r}")
 
 
 @dataclass(frozen=True)
@@ -326,7 +352,8 @@ class TeleportReport:
         norms_before, norms_after: task gradient norms [K]; ``norms_after`` is None where the candidate's gradients
             were not computed (its losses had already left the tolerance).
         cosines_before, cosines_after: cos(g_i, g_0) [K]; likewise.
-        drift: largest relative change of a loss over the batches that the move was fitted on.
+        drift: largest relative change of a loss over the batches that the move was fitted on (of the mean loss under
+            ``invariance="mean"``).
         drift_heldout: the same on a batch that it was not fitted on; None without one.
         sigma: HTR's blend factor for the coming step (1: history kept); None if rejected.
         inner_steps: optimisation steps inside the teleporter.

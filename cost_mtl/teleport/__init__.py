@@ -1,9 +1,11 @@
 """Teleports: the transaction, the objective, one file per teleporter. A new one: one file, one line here."""
 
+from cost_mtl.teleport.ascent import Sharpness, Sphere
 from cost_mtl.teleport.dense import DenseTeleporter
 from cost_mtl.teleport.difference import DifferenceTeleporter
 from cost_mtl.teleport.level_set import LevelSet
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
+from cost_mtl.teleport.penalty import Penalty
 from cost_mtl.teleport.problem import UnrepeatableClosureError
 
 __all__ = [
@@ -12,5 +14,8 @@ __all__ = [
     "LevelSet",
     "LoRATeleporter",
     "NoAdaptableLayerError",
+    "Penalty",
+    "Sharpness",
+    "Sphere",
     "UnrepeatableClosureError",
 ]

@@ -34,12 +34,14 @@ class AdapterSpace:
         self.layers = list(layers)
         self.tuner = tuner
         self.theta = [p.detach().clone() for p in problem.params]
+        self.fresh = True
+        """Whether the model stands at phi = 0."""
         self.variables = [p for n, p in tuner.model.named_parameters() if tuner.prefix in n and p.requires_grad]
         self.layout = Layout(self.variables)
         self.origin = self.layout.flatten(self.variables)
 
     def gradients(self, batch: int) -> tuple[Tensor, Tensor]:
-        if batch == 0 and self.plain_lora:
+        if batch == 0 and self.plain_lora and self.fresh:
             return self.problem.losses, self._from_dense(self.problem.gradients)
         return self.problem.evaluate_gradients(batch, wrt=self.variables)
 
@@ -58,10 +60,36 @@ class AdapterSpace:
                 self.layout.view(target, j).copy_(dB.view_as(B))
         return J
 
-    def gradients_at(self, delta: Tensor, batch: int, tasks: list[int]) -> Tensor:
+    def task_gradients(self, batch: int) -> Tensor:
+        # W enters as W + Delta W (times a rotation, for the orthogonal methods): its gradient is the merged weight's.
+        if batch == 0 and self.fresh:
+            return self.problem.gradients
+        with self._weights_trainable():
+            return self.problem.evaluate_gradients(batch)[1]
+
+    def gradients_at(self, delta: Tensor, batch: int, tasks: Sequence[Sequence[int]]) -> Tensor:
         with self.problem.at(delta):
-            _, rows = self.problem.evaluate_gradients(batch, wrt=self.variables, tasks=[tasks])
-        return rows[0]
+            return self.problem.evaluate_gradients(batch, wrt=self.variables, tasks=tasks)[1]
+
+    def losses_at(self, delta: Tensor, batch: int) -> Tensor:
+        with self.problem.at(delta):
+            return self.problem.evaluate(batch)
+
+    def curvature(self, directions: Tensor, tasks: Sequence[Sequence[int]], batch: int) -> Tensor:
+        with self._weights_trainable():
+            return self.problem.evaluate_curvature(directions, tasks, batch, wrt=self.variables)
+
+    @contextmanager
+    def _weights_trainable(self) -> Iterator[None]:
+        """PEFT has frozen the weights below its adapters."""
+        frozen = [p for p in self.problem.params if not p.requires_grad]
+        try:
+            for p in frozen:
+                p.requires_grad_(True)
+            yield
+        finally:
+            for p in frozen:
+                p.requires_grad_(False)
 
     def metric(self, J: Tensor) -> Tensor | None:
         """From the scale of the task gradients in these coordinates: 1 / root mean square over the rows of J."""
@@ -74,6 +102,7 @@ class AdapterSpace:
         return metric
 
     def place(self, phi: Tensor) -> None:
+        self.fresh = not bool((phi != 0).any())
         with torch.no_grad():
             for v, start, change in zip(
                 self.variables, self.layout.views(self.origin), self.layout.views(phi), strict=True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,8 +12,10 @@ from torch import Tensor
 
 from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.gradients import Layout
-from cost_mtl.teleport import objective as ob
-from cost_mtl.teleport.level_set import LevelSet, propose
+from cost_mtl.teleport.ascent import Objective
+from cost_mtl.teleport.level_set import LevelSet
+from cost_mtl.teleport.settings import objectives, settle
+from cost_mtl.teleport.solver import Solver, propose
 
 
 def preconditioner(scale: Tensor | None, ratio: float = 10.0) -> Tensor | None:
@@ -30,27 +34,49 @@ class DenseSpace:
     def __init__(self, problem: TeleportProblem) -> None:
         self.problem = problem
         self.layout = Layout(problem.params)
-        self.theta = self.layout.flatten(list(problem.params))
-        self.moved = False
+        self.theta = self.layout.flatten([p.detach() for p in problem.params])
+        self.here: Tensor | None = None
+        """Delta theta [m] of where the model stands; None: at theta."""
 
     def gradients(self, batch: int) -> tuple[Tensor, Tensor]:
-        if batch == 0 and not self.moved:
+        if batch == 0 and self.here is None:
             return self.problem.losses, self.problem.gradients
         return self.problem.evaluate_gradients(batch)
 
-    def gradients_at(self, delta: Tensor, batch: int, tasks: list[int]) -> Tensor:
-        with self.problem.at(delta):
-            _, rows = self.problem.evaluate_gradients(batch, tasks=[tasks])
-        return rows[0]
+    def task_gradients(self, batch: int) -> Tensor:
+        return DenseSpace.gradients(self, batch)[1]
+
+    def gradients_at(self, delta: Tensor, batch: int, tasks: Sequence[Sequence[int]]) -> Tensor:
+        with self._displaced(delta):
+            _, rows = self.problem.evaluate_gradients(batch, tasks=tasks)
+        return rows
+
+    def losses_at(self, delta: Tensor, batch: int) -> Tensor:
+        with self._displaced(delta):
+            return self.problem.evaluate(batch)
+
+    def curvature(self, directions: Tensor, tasks: Sequence[Sequence[int]], batch: int) -> Tensor:
+        return self.problem.evaluate_curvature(directions, tasks, batch)
+
+    @contextmanager
+    def _displaced(self, delta: Tensor) -> Iterator[None]:
+        here = self.here
+        with self.problem.at(delta if here is None else here + delta):
+            yield
+        if here is not None:
+            self._put(here)
 
     def metric(self, J: Tensor) -> Tensor | None:
         return preconditioner(self.problem.scale)
 
     def place(self, phi: Tensor) -> None:
-        self.moved = True
+        self._put(phi)
+
+    def _put(self, delta: Tensor) -> None:
+        self.here = delta.clone() if bool((delta != 0).any()) else None
         with torch.no_grad():
             for p, start, change in zip(
-                self.problem.params, self.layout.views(self.theta), self.layout.views(phi), strict=True
+                self.problem.params, self.layout.views(self.theta), self.layout.views(delta), strict=True
             ):
                 p.copy_(start + change)
 
@@ -58,7 +84,7 @@ class DenseSpace:
         return float(torch.linalg.vector_norm(self.delta(), dtype=torch.float64))
 
     def delta(self) -> Tensor:
-        return self.layout.flatten(list(self.problem.params)) - self.theta
+        return self.layout.flatten([p.detach() for p in self.problem.params]) - self.theta
 
 
 @dataclass(frozen=True)
@@ -68,20 +94,28 @@ class DenseTeleporter:
     Args:
         objective: ``"auto"`` (default): the conflict objective, and if its move is rejected the norm objective; the
             other way round where a cosine has no gradient (opposite or equal directions). ``"conflict"``: the smallest
-            cos(g_i, g_0); ``"norm"``: the balanced gradient norms.
-        solver: settings of the level-set solver.
+            cos(g_i, g_0); ``"norm"``: the balanced gradient norms. Also ``"conflict-exact"``, ``"norm-exact"``,
+            ``"sharpness"``, ``"sphere"``, or an object: see ``cost_mtl.teleport.ascent``.
+        solver: :class:`~cost_mtl.LevelSet` (default) or :class:`~cost_mtl.Penalty`, the paper's.
         acceptance: what the move has to keep and to gain.
+        tolerance, invariance: shorthands for ``acceptance.tolerance`` and ``acceptance.invariance``. With two losses
+            and two parameters no direction keeps both: ``invariance="mean"`` keeps their mean.
 
     Memory: [K (1 + constraints), m] for the constraints, and as much again while projecting.
     """
 
-    objective: Literal["auto", "conflict", "norm"] = "auto"
-    solver: LevelSet = field(default_factory=LevelSet)
+    objective: str | Objective = "auto"
+    solver: Solver = field(default_factory=LevelSet)
     acceptance: Acceptance = field(default_factory=Acceptance)
+    tolerance: float | None = None
+    invariance: Literal["each", "mean"] | None = None
+
+    def __post_init__(self) -> None:
+        settle(self)
 
     def propose(self, problem: TeleportProblem, /) -> Move:
-        return self._move(ob.order(self.objective, problem.gramian), problem)
+        return self._move(objectives(self, problem.gramian), problem)
 
-    def _move(self, objectives: tuple[str, ...], problem: TeleportProblem) -> Move:
+    def _move(self, choices: tuple[Objective, ...], problem: TeleportProblem) -> Move:
         auto = self.objective == "auto"
-        return propose(problem, DenseSpace(problem), objectives, self.solver, self.acceptance, auto, self._move)
+        return propose(problem, DenseSpace(problem), choices, self.solver, self.acceptance, auto, self._move)

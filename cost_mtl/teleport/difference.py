@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from cost_mtl.base import Acceptance, Move, TeleportProblem
-from cost_mtl.teleport import objective as ob
+from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.dense import DenseSpace
-from cost_mtl.teleport.level_set import LevelSet, propose
+from cost_mtl.teleport.level_set import LevelSet
+from cost_mtl.teleport.settings import objectives, settle
+from cost_mtl.teleport.solver import Solver, propose
 
 
 class DifferenceSpace(DenseSpace):
@@ -41,8 +44,11 @@ class DifferenceSpace(DenseSpace):
         losses, G = super().gradients(batch)
         return losses, self._pull_back(G)
 
-    def gradients_at(self, delta: Tensor, batch: int, tasks: list[int]) -> Tensor:
-        return self._pull_back(super().gradients_at(delta, batch, tasks)[None])[0]
+    def gradients_at(self, delta: Tensor, batch: int, tasks: Sequence[Sequence[int]]) -> Tensor:
+        return self._pull_back(super().gradients_at(delta, batch, tasks))
+
+    def curvature(self, directions: Tensor, tasks: Sequence[Sequence[int]], batch: int) -> Tensor:
+        return self._pull_back(super().curvature(directions, tasks, batch)[None])[0]
 
     def metric(self, J: Tensor) -> Tensor | None:
         return None
@@ -65,29 +71,32 @@ class DifferenceTeleporter:
     Args:
         directions: earlier iterates to keep. Default 4: with B parameter tensors that makes 4 B unknowns.
         every: steps between two of them. Default 50.
-        objective, solver, acceptance: as for :class:`~cost_mtl.LoRATeleporter`.
+        objective, solver, acceptance, tolerance, invariance: as for :class:`~cost_mtl.LoRATeleporter`.
     """
 
     directions: int = 4
     every: int = 50
-    objective: Literal["auto", "conflict", "norm"] = "auto"
-    solver: LevelSet = field(default_factory=LevelSet)
+    objective: str | Objective = "auto"
+    solver: Solver = field(default_factory=LevelSet)
     acceptance: Acceptance = field(default_factory=Acceptance)
+    tolerance: float | None = None
+    invariance: Literal["each", "mean"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("directions", "every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
-        if self.objective not in ("auto", "conflict", "norm"):
-            raise ValueError(f"objective: expected 'auto', 'conflict' or 'norm', got {self.objective!r}")
+        settle(self)
 
     def propose(self, problem: TeleportProblem, /) -> Move:
-        return self._move(ob.order(self.objective, problem.gramian), problem)
+        return self._move(objectives(self, problem.gramian), problem)
 
-    def _move(self, objectives: tuple[str, ...], problem: TeleportProblem) -> Move:
+    def _move(self, choices: tuple[Objective, ...], problem: TeleportProblem) -> Move:
         if not problem.iterates:
             nothing = torch.zeros(sum(p.numel() for p in problem.params))
-            return Move(nothing, objectives[0], notes=(f"there is no earlier iterate yet (one every {self.every})",))
+            return Move(
+                nothing, choices[0].promise, notes=(f"there is no earlier iterate yet (one every {self.every})",)
+            )
         auto = self.objective == "auto"
-        return propose(problem, DifferenceSpace(problem), objectives, self.solver, self.acceptance, auto, self._move)
+        return propose(problem, DifferenceSpace(problem), choices, self.solver, self.acceptance, auto, self._move)

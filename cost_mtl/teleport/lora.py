@@ -9,10 +9,12 @@ from typing import Any, Literal
 from torch import nn
 
 from cost_mtl.base import Acceptance, Move, TeleportProblem
-from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.adapters import adapters, refused_layers, unfit_layers
+from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.layers import Layer, shared_layers
-from cost_mtl.teleport.level_set import LevelSet, propose
+from cost_mtl.teleport.level_set import LevelSet
+from cost_mtl.teleport.settings import objectives, settle
+from cost_mtl.teleport.solver import Solver, propose
 
 
 class NoAdaptableLayerError(ValueError):
@@ -34,10 +36,11 @@ class LoRATeleporter:
             the fresh adapter is not the identity is left out and reported.
         objective: ``"auto"`` (default): the conflict objective, and if its move is rejected the norm objective; the
             other way round where a cosine has no gradient (opposite or equal directions). ``"conflict"``: the smallest
-            cos(g_i, g_0); ``"norm"``: the balanced gradient norms, the paper's aim.
-        solver: settings of the level-set solver.
+            cos(g_i, g_0); ``"norm"``: the balanced gradient norms, the paper's aim. Also ``"conflict-exact"``,
+            ``"norm-exact"``, ``"sharpness"``, ``"sphere"``, or an object: see ``cost_mtl.teleport.ascent``.
+        solver: :class:`~cost_mtl.LevelSet` (default) or :class:`~cost_mtl.Penalty`, the paper's.
         acceptance: what the move has to keep and to gain.
-        tolerance: shorthand for ``acceptance.tolerance``.
+        tolerance, invariance: shorthands for ``acceptance.tolerance`` and ``acceptance.invariance``.
 
     Raises:
         NoAdaptableLayerError: in ``propose``.
@@ -45,21 +48,16 @@ class LoRATeleporter:
 
     rank: int = 5
     peft_config: Any = None
-    objective: Literal["auto", "conflict", "norm"] = "auto"
-    solver: LevelSet = field(default_factory=LevelSet)
+    objective: str | Objective = "auto"
+    solver: Solver = field(default_factory=LevelSet)
     acceptance: Acceptance = field(default_factory=Acceptance)
     tolerance: float | None = None
+    invariance: Literal["each", "mean"] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"rank: expected an integer >= 1, got {self.rank!r}")
-        if self.objective not in ("auto", "conflict", "norm"):
-            raise ValueError(f"objective: expected 'auto', 'conflict' or 'norm', got {self.objective!r}")
-        if self.tolerance is not None:
-            if not self.tolerance > 0:
-                raise ValueError(f"tolerance: expected a number > 0, got {self.tolerance}")
-            values = {**vars(self.acceptance), "tolerance": self.tolerance}
-            object.__setattr__(self, "acceptance", Acceptance(**values))
+        settle(self)
 
     def prepare(self) -> None:
         """Import PEFT (seconds, since it imports transformers). COST calls it when it is made, so that the first
@@ -77,20 +75,20 @@ class LoRATeleporter:
             skipped |= unfit
             layers = [layer for layer in layers if layer.name not in unfit]
             _require(layers, skipped)
-        return self._move(layers, skipped, config, ob.order(self.objective, problem.gramian), problem)
+        return self._move(layers, skipped, config, objectives(self, problem.gramian), problem)
 
     def _move(
         self,
         layers: list[Layer],
         skipped: dict[str, str],
         config: Any,
-        objectives: tuple[str, ...],
+        choices: tuple[Objective, ...],
         problem: TeleportProblem,
     ) -> Move:
         again = partial(self._move, layers, skipped, config)
         auto = self.objective == "auto"
         with adapters(problem, layers, config, plain_lora=self.peft_config is None) as space:
-            return propose(problem, space, objectives, self.solver, self.acceptance, auto, again, skipped)
+            return propose(problem, space, choices, self.solver, self.acceptance, auto, again, skipped)
 
     def _config(self) -> Any:
         if self.peft_config is not None:

@@ -42,10 +42,8 @@ def worst_task(M: Tensor) -> int:
     return int(torch.where(active, cosines(M), torch.inf).argmin())
 
 
-def order(objective: str, M: Tensor) -> tuple[str, ...]:
-    """The objectives to try: ``"auto"`` is the conflict first where it has a usable gradient, else the norm first."""
-    if objective != "auto":
-        return (objective,)
+def order(M: Tensor) -> tuple[str, ...]:
+    """The objectives to try in turn: the conflict first where it has a usable gradient, else the norm first."""
     if len(M) == 1:
         return ("norm",)
     c = float(cosines(M)[worst_task(M)])
@@ -82,6 +80,17 @@ def norm_coefficients(M: Tensor) -> Tensor:
     squares = M.diagonal()
     positive = squares > 0
     return torch.diag(torch.where(positive, balance(M) / torch.where(positive, squares, 1.0), 0.0))
+
+
+def conflict_value(M: Tensor) -> float:
+    """phi of :func:`conflict_coefficients`."""
+    return float((near_worst(M) * cosines(M)).sum())
+
+
+def norm_value(M: Tensor) -> float:
+    """phi of :func:`norm_coefficients`."""
+    active = M.diagonal() > 0
+    return float((balance(M) * norms(M).log())[active].sum())
 
 
 def largest_angle(M: Tensor) -> float:
@@ -128,10 +137,19 @@ def group_rows(A: Tensor) -> list[tuple[Tensor, list[int]]]:
     return groups
 
 
-def relative_change(before: Tensor, after: Tensor) -> float:
-    """Largest |L_i' - L_i| / |L_i|; a loss that was exactly 0 has to stay 0 (else inf). NaN counts as inf."""
-    change = (after - before).abs()
-    relative = torch.where(change == 0, 0.0, change / before.abs())
+def kept(rows: Tensor, invariance: str) -> Tensor:
+    """What has to stay as it is, [C, ...] from one row per task [K, ...]: each row, or the mean of them alone."""
+    return rows.mean(dim=0, keepdim=True) if invariance == "mean" else rows
+
+
+def relative_change(before: Tensor, after: Tensor, invariance: str = "each") -> float:
+    """Largest relative change of what has to be kept.
+
+    ``"each"``: max_i |L_i' - L_i| / |L_i|. ``"mean"``: |mean_i (L_i' - L_i)| / mean_i |L_i|, so that losses of either
+    sign which cancel do not matter. A reference that is exactly 0 has to stay so (else inf). NaN counts as inf.
+    """
+    change = kept(after - before, invariance).abs()
+    relative = torch.where(change == 0, 0.0, change / kept(before.abs(), invariance))
     return float(torch.where(relative.isnan(), torch.inf, relative).max())
 
 

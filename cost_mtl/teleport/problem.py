@@ -16,6 +16,7 @@ from cost_mtl.evaluation import Evaluation, Thunk, mean_losses, measure, run
 from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
 from cost_mtl.losses import TaskLosses
 from cost_mtl.parallel import mean_
+from cost_mtl.teleport.curvature import curvature
 from cost_mtl.teleport.replay import Moment
 
 
@@ -115,6 +116,21 @@ class Problem:
                     self._add_sums(split, tasks, factor, layout, G)
         losses = mean_losses(values, self.group, torch.float64).to(self.losses.device)
         return losses, mean_(G, self.group)
+
+    def evaluate_curvature(
+        self, directions: Tensor, tasks: Sequence[Sequence[int]], batch: int = 0, *, wrt: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        inputs = self.layout.params if wrt is None else tuple(wrt)
+        layout = Layout(inputs)
+        total = torch.zeros(1, layout.numel, dtype=layout.dtype, device=layout.device)
+        parts = [self.layout.views(row) for row in directions]
+        with short_of_memory_together(layout.device, self.group):
+            for split in self._run(batch):
+                for part, members in zip(parts, tasks, strict=True):
+                    for k, grad in enumerate(curvature(split, members, self.layout.params, part, inputs)):
+                        if grad is not None:
+                            layout.view(total[0], k).add_(grad, alpha=1.0 / len(self.closures[batch]))
+        return mean_(total, self.group)[0]
 
     @staticmethod
     def _add_sums(split: TaskLosses, groups: Sequence[Sequence[int]], factor: float, layout: Layout, G: Tensor) -> None:

@@ -17,9 +17,9 @@ from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients import cosines, gramian, norms
 from cost_mtl.parallel import broadcast_
 from cost_mtl.teleport import objective as ob
-from cost_mtl.teleport.level_set import heldout_batch
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
 from cost_mtl.teleport.snapshot import Structure
+from cost_mtl.teleport.solver import heldout_batch
 
 REPEATABLE = 1e-3
 """Largest relative difference of a loss between two evaluations at one theta under the same random streams."""
@@ -122,19 +122,20 @@ def _verify(problem: Problem, move: Move, delta: Tensor, out: Tensor | None) -> 
 
 def _losses_kept(problem: Problem, move: Move, candidate: _Candidate, heldout: int | None) -> str:
     rule, drifts = move.acceptance, []
+    what = "a loss" if rule.invariance == "each" else "the mean loss"
     references = {b: problem.reference(b) for b in (*move.used, *(() if heldout is None else (heldout,)))}
     for batch in move.used:
         losses = problem.evaluate(batch)
         if batch == 0:
             candidate.losses = losses
-        drifts.append(ob.relative_change(references[batch], losses))
+        drifts.append(ob.relative_change(references[batch], losses, rule.invariance))
     candidate.drift = max(drifts)
     if not candidate.drift <= rule.tolerance:
-        return f"a loss drifted by {candidate.drift:.2%}, more than the tolerance of {rule.tolerance:.2%}"
+        return f"{what} drifted by {candidate.drift:.2%}, more than the tolerance of {rule.tolerance:.2%}"
     if heldout is not None:
-        candidate.heldout = ob.relative_change(references[heldout], problem.evaluate(heldout))
+        candidate.heldout = ob.relative_change(references[heldout], problem.evaluate(heldout), rule.invariance)
         if not candidate.heldout <= rule.tolerance_heldout:
-            return (f"a loss drifted by {candidate.heldout:.2%} on a batch the move was not fitted on, more than the "
+            return (f"{what} drifted by {candidate.heldout:.2%} on a batch the move was not fitted on, more than the "
                     f"tolerance of {rule.tolerance_heldout:.2%}")  # fmt: skip
     return ""
 
@@ -165,10 +166,11 @@ def _report(
     problem: Problem, move: Move, candidate: _Candidate, reason: str, delta: Tensor, seconds: float
 ) -> TeleportReport:
     before, after = problem.gramian, candidate.M
+    kept = "every loss" if move.acceptance.invariance == "each" else "the mean loss"
     theta = sum(float(t.double().square().sum()) for t in problem.theta) ** 0.5
     return TeleportReport(
         accepted=not reason,
-        reason=reason or f"every loss kept, {move.objective} objective improved",
+        reason=reason or f"{kept} kept, {move.objective} objective improved",
         losses_before=problem.losses,
         losses_after=candidate.losses,
         norms_before=norms(before),

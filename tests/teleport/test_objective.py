@@ -103,10 +103,9 @@ def test_relative_change():
 def test_order_of_objectives():
     opposite = torch.tensor([[1.0, -3.0], [-3.0, 9.0]], dtype=torch.float64)
     oblique = torch.tensor([[1.0, -1.0], [-1.0, 9.0]], dtype=torch.float64)
-    assert ob.order("auto", opposite)[0] == "norm"
-    assert ob.order("auto", oblique)[0] == "conflict"
-    assert ob.order("norm", oblique) == ("norm",)
-    assert ob.order("auto", oblique[:1, :1]) == ("norm",)
+    assert ob.order(opposite)[0] == "norm"
+    assert ob.order(oblique)[0] == "conflict"
+    assert ob.order(oblique[:1, :1]) == ("norm",)
 
 
 def test_what_is_wanted_resolves_the_conflict():
