@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from dense.engine.cli import Defaults, Report, add_training_arguments, run_all
+from dense.engine.cli import Defaults, Report, add_training_arguments, at_least, run_all
 from dense.engine.problem import Batch, EpochRow, Metric
 from dense.engine.published import load_published
 from dense.engine.scores import delta_m
@@ -184,9 +184,13 @@ class QM9:
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--molecules", type=int, default=None, help=f"drawn from all (default {TOTAL}, all of them)")
-    parser.add_argument("--split-seed", type=int, default=0, help="of the draw and of the split")
-    parser.add_argument("--dim", type=int, default=None, help="width of the network (default 64)")
+    parser.add_argument(
+        "--molecules", type=at_least(8, "--molecules"), default=None, help=f"drawn from all {TOTAL}, the default"
+    )
+    parser.add_argument(
+        "--split-seed", type=at_least(0, "--split-seed"), default=0, help="of the draw and of the split"
+    )
+    parser.add_argument("--dim", type=at_least(1, "--dim"), default=None, help="width of the network (default 64)")
     parser.add_argument(
         "--scale-y", action=argparse.BooleanOptionalAction, default=True, help="standardise the targets"
     )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from dense.baselines import trivial_metrics
 from dense.data.check import check_split
 from dense.data.layout import Split, open_split
+from dense.data.scenes import CLASSES
 from dense.data.synthetic import SyntheticSettings, write_synthetic
 from dense.engine.checkpoint import load_checkpoint
-from dense.engine.cli import Defaults, Report, add_training_arguments, run_all, run_folder
+from dense.engine.cli import Defaults, Report, add_training_arguments, at_least, run_all, run_folder
 from dense.engine.methods import SMOKE_ROWS, STL, Row
 from dense.engine.published import PublishedTable, load_published
 from dense.engine.settings import check_device
@@ -44,7 +46,7 @@ def add_dense_arguments(parser: argparse.ArgumentParser, defaults: Defaults, siz
     )
     data.add_argument("--scenes", nargs=2, type=int, default=None, metavar=("TRAIN", "VAL"), help="synthetic (300 60)")
     data.add_argument("--size", nargs=2, type=int, default=None, metavar=("H", "W"), help=f"synthetic {size}")
-    data.add_argument("--data-seed", type=int, default=0, help="of the synthetic scenes")
+    data.add_argument("--data-seed", type=at_least(0, "--data-seed"), default=0, help="of the synthetic scenes")
     data.add_argument("--cache", type=Path, default=Path("data"), help="folder for the synthetic sets (default data)")
     data.add_argument(
         "--trivial", action=_Flag, default=None, help="row of constant predictors (default: synthetic only)"
@@ -80,6 +82,8 @@ def train(args: argparse.Namespace, spec: DenseSpec, defaults: Defaults, size: t
 
 
 def _synthetic(args: argparse.Namespace, spec: DenseSpec, size: tuple[int, int]) -> Path:
+    if spec.classes != CLASSES[spec.name]:
+        raise UserError(f"--classes {spec.classes}: the synthetic scenes have {CLASSES[spec.name]} classes")
     height, width = args.size or ((32, 64) if args.smoke else size)
     train_count, val_count = args.scenes or ((4, 2) if args.smoke else (300, 60))
     settings = SyntheticSettings(train_count, val_count, height, width, args.data_seed)
@@ -89,7 +93,7 @@ def _synthetic(args: argparse.Namespace, spec: DenseSpec, size: tuple[int, int])
 
 def _options(args: argparse.Namespace, defaults: Defaults, device: str) -> DenseOptions:
     batch_size = args.batch_size or (defaults.smoke_batch_size if args.smoke else defaults.batch_size)
-    if args.width is not None and args.width <= 0:
+    if args.width is not None and not 0 < args.width < math.inf:
         raise UserError(f"--width: expected a number > 0, got {args.width:g}")
     filters = SMOKE_FILTERS if args.smoke else FILTERS
     if args.width is not None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
 from torch.utils.data import DataLoader
 
 from dense.data.dataset import DenseDataset, make_loader, set_epoch
@@ -108,8 +108,8 @@ class DenseProblem:
         return DenseMeter(tuple(tasks), self.spec.classes, faithful=self.options.faithful)
 
     def scheduler(self, optimizer: torch.optim.Optimizer, epochs: int) -> LRScheduler:
-        """The learning rate is halved half-way (after 100 of the published 200 epochs)."""
-        return StepLR(optimizer, max(1, epochs // 2), gamma=0.5)
+        """The learning rate is halved once, half-way (after 100 of the published 200 epochs)."""
+        return MultiStepLR(optimizer, [(epochs + 1) // 2], gamma=0.5)
 
     def schedule_value(self, row: EpochRow, tasks: Sequence[str]) -> None:
         """The schedule looks at the epoch alone."""

@@ -83,6 +83,15 @@ def truncate(root: Path, relative: str) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
+def write_npz(path: Path) -> None:
+    with path.open("wb") as file:  # np.savez would add a suffix to a name
+        np.savez(file, a=np.ones(3))
+
+
+LONG_HEADER = b"\x93NUMPY\x01\x00" + (60_000).to_bytes(2, "little") + 60_000 * b" "
+"""numpy explains over three lines why it does not trust this."""
+
+
 BROKEN: list[tuple[str, Callable[[Path], None], str]] = [
     ("no root", lambda r: r.rename(r.with_name("gone")), "no such folder"),
     ("no split", lambda r: (r / "val").rename(r / "test"), "val: missing folder"),
@@ -94,6 +103,10 @@ BROKEN: list[tuple[str, Callable[[Path], None], str]] = [
     ("truncated", lambda r: truncate(r, "val/image/1.npy"), r"image/1\.npy: truncated"),
     ("cut header", lambda r: (r / "val/label/0.npy").write_bytes(b"\x93NUM"), r"label/0\.npy: truncated"),
     ("no npy", lambda r: (r / "val/depth/0.npy").write_text("hello"), r"depth/0\.npy: .*not a \.npy"),
+    ("npz", lambda r: write_npz(r / "val/depth/1.npy"), r"depth/1\.npy: a zip archive"),
+    ("flat image", lambda r: edit(r, "val/image/0.npy", np.ravel), r"image/0\.npy: expected an image of shape"),
+    ("no pixel", lambda r: edit(r, "val/image/0.npy", lambda a: a[:0]), r"image/0\.npy: expected an image of shape"),
+    ("long header", lambda r: (r / "val/label/0.npy").write_bytes(LONG_HEADER), r"label/0\.npy: truncated"),
     ("label high", lambda r: edit(r, "val/label/1.npy", lambda a: a + 13), r"label/1\.npy: expected labels from -1"),
     ("label low", lambda r: edit(r, "val/label/1.npy", lambda a: a - 1), r"label/1\.npy: expected labels from -1"),
     ("label half", lambda r: edit(r, "val/label/2.npy", lambda a: np.clip(a, 0, 5) + 0.5), "whole numbers"),

@@ -12,7 +12,7 @@ from scipy.stats import rankdata
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # scripts that users copy, not an installed package
 
-from dense.engine.published import FOLDER, Finding, PublishedTable, audit, load_published
+from dense.engine.published import FOLDER, Finding, PublishedTable, audit, audit_summaries, load_published
 from dense.engine.scores import delta_m, delta_m_interval, mean_and_error, mean_rank, mean_rank_interval
 from dense.errors import UserError
 
@@ -109,6 +109,13 @@ def test_the_known_misprints_are_found() -> None:
     # FAMO's CityScapes row LS repeats Nash-MTL's SI
     assert ("duplicate", "SI", NASH_CITY) in city
     assert ("disagreement", "LS", NASH_CITY) in city
+
+
+def test_the_two_delta_m_of_dwa_on_celeba_are_found() -> None:
+    """2.40 in the COST paper, 3.20 in FAMO's; every other method that both print has one Delta m."""
+    (found,) = audit_summaries()
+    assert (found.kind, found.method, found.source) == ("disagreement", "DWA", "COST (NeurIPS 2025) Table 3")
+    assert found.detail == "CelebA: printed 2.4, 3.2 in FAMO (NeurIPS 2023) Table 3"
 
 
 def test_sound_tables_give_no_delta_m_or_rank_finding() -> None:

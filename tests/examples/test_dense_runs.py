@@ -135,6 +135,20 @@ def test_the_learning_rate_is_halved_half_way(problem: DenseProblem, tmp_path: P
     assert [row.lr for row in read_log(tmp_path / "log.jsonl")] == [3e-3, 3e-3, 1.5e-3, 1.5e-3]
 
 
+@pytest.mark.parametrize(("epochs", "before"), [(1, 1), (3, 2), (25, 13), (200, 100)])
+def test_the_learning_rate_is_halved_once_whatever_the_number_of_epochs(
+    problem: DenseProblem, epochs: int, before: int
+) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = problem.scheduler(optimizer, epochs)
+    rates = []
+    for _ in range(epochs):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == [1.0] * before + [0.5] * (epochs - before)
+
+
 def test_two_evaluations_agree_and_training_does_not_reach_the_meter(problem: DenseProblem, tmp_path: Path) -> None:
     run = Run(problem, Row("ls"), problem.tasks, settings(epochs=1), tmp_path, {})
     first = evaluate(problem, run.model, problem.tasks, "val", run.settings)

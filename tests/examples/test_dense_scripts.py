@@ -22,7 +22,7 @@ import cityscapes
 import nyuv2
 from dense.data.synthetic import SyntheticSettings, write_synthetic
 from dense.engine.recorder import read_log
-from dense.errors import run_main
+from dense.errors import UserError, run_main
 from dense.spec import NYUV2
 
 EXAMPLES = Path(nyuv2.__file__).parent
@@ -133,8 +133,20 @@ def real_set(root: Path) -> Path:
         (["--data", "{set}", "--device", "cuda:77"], "--device cuda:77"),
         (["--data", "{set}", "--epochs", "0"], "--epochs: expected at least 1"),
         (["--data", "synthetic", "--size", "33", "64", "--cache", "{set}"], "multiples of 32"),
+        (["--data", "synthetic", "--data-seed", "-1"], "--data-seed: expected at least 0"),
+        (["--data", "synthetic", "--cache", "{set}/train/image/0.npy/x"], "0.npy"),
+        (["--data", "{set}", "--out", "{set}/train/image/0.npy"], "0.npy"),
+        (["--data", "{set}", "--seeds", "0", "-1"], "--seeds: expected at least 0, got -1"),
+        (["--data", "{set}", "--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
+        (["--data", "{set}", "--workers", "-1"], "--workers: expected at least 0"),
+        (["--data", "{set}", "--threads", "0"], "--threads: expected at least 1, got 0"),
+        (["--data", "{set}", "--eval-every", "0"], "--eval-every: expected at least 1"),
+        (["--data", "{set}", "--cost-start", "-1"], "--cost-start: expected at least 0"),
+        (["--data", "{set}", "--lr", "nan"], "--lr: expected a number > 0"),
+        (["--data", "{set}", "--lr", "0"], "--lr: expected a number > 0"),
+        (["--data", "{set}", "--width", "nan"], "--width: expected a number > 0"),
     ],
-    ids=["path", "row", "device", "epochs", "size"],
+    ids=lambda value: " ".join(value[2:]) or "path" if isinstance(value, list) else "",
 )
 def test_user_errors_are_one_line_and_exit_code_2(
     tmp_path: Path,
@@ -151,6 +163,51 @@ def test_user_errors_are_one_line_and_exit_code_2(
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1].startswith("error: ")
     assert message in lines[-1]
+
+
+def test_scenes_are_not_drawn_with_other_label_sets(tmp_path: Path) -> None:
+    for classes in ("2", "19"):
+        with pytest.raises(UserError, match="the synthetic scenes have 7 classes"):
+            cityscapes.main(arguments(tmp_path, "out", "--classes", classes))
+
+
+def exit_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
+    """What run_main prints for ``error``."""
+
+    def fail() -> int:
+        raise error
+
+    with pytest.raises(SystemExit) as stopped:
+        run_main(fail)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_messages_of_several_lines_become_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_line(UserError("a.npy: bad (first\nsecond)"), capsys) == "error: a.npy: bad (first second)\n"
+    wrapped = "Caught UserError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File\n"
+    wrapped += "dense.errors.UserError: b.npy: bad (first\nsecond)"
+    assert exit_line(UserError(wrapped), capsys) == "error: b.npy: bad (first second)\n"
+
+
+def test_a_package_that_is_not_installed_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(SystemExit) as stopped:
+        run_main(lambda: nyuv2.main(arguments(tmp_path, "out", "--preset", "ls", "--tensorboard")))
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "tensorboard" in line
+    assert "pip install" in line
+
+
+def test_faults_of_the_program_keep_their_traceback() -> None:
+    def fail() -> int:
+        raise BrokenPipeError("no file in it")
+
+    with pytest.raises(BrokenPipeError):
+        run_main(fail)
 
 
 def test_a_bad_label_that_only_a_worker_sees_is_one_line_too(tmp_path: Path) -> None:

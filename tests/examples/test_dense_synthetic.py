@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # scripts that users copy, not an installed package
 
+from dense.data import synthetic
 from dense.data.check import check_split
 from dense.data.geometry import Box, Camera, Ellipsoid, Plane, cast
 from dense.data.layout import open_split
@@ -145,13 +148,57 @@ def test_a_finished_set_is_reused_and_another_one_refused(tmp_path: Path) -> Non
         write_synthetic(root, NYUV2, SyntheticSettings(4, 2, 32, 64), progress=False)
 
 
-def test_a_killed_rendering_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
-    partial = tmp_path / "set.partial" / "train" / "image"
-    partial.mkdir(parents=True)
-    (partial / "0.npy").write_bytes(b"half")
+def test_what_is_not_whole_is_not_taken_for_a_finished_set(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/synthetic.json").write_text("{")
+    with pytest.raises(UserError, match="not the synthetic set"):
+        write_synthetic(tmp_path / "set", NYUV2, TINY, progress=False)
+
+
+def test_an_interrupted_rendering_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(synthetic, "render_scene", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_synthetic(tmp_path / "set", NYUV2, TINY, progress=False)
+    assert not any(tmp_path.iterdir())
     root = write_synthetic(tmp_path / "set", NYUV2, TINY, progress=False)
     check_split(open_split(root, NYUV2, "train"), NYUV2, "full", progress=False)
-    assert not (tmp_path / "set.partial").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def test_two_programs_that_render_one_set_at_once_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one finishes while the first is still writing; the first one then takes what is there."""
+    root, calls, original = tmp_path / "set", 0, synthetic.render_scene
+
+    def render(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            write_synthetic(root, NYUV2, TINY, progress=False)
+        return original(*args)
+
+    monkeypatch.setattr(synthetic, "render_scene", render)
+    assert write_synthetic(root, NYUV2, TINY, progress=False) == root
+    assert calls == 2 * 5
+    check_split(open_split(root, NYUV2, "val"), NYUV2, "full", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def test_a_conversion_takes_nothing_over_from_an_interrupted_one(tmp_path: Path) -> None:
+    source = city_folders(tmp_path / "source")
+    picture = source / "leftImg8bit/val/ulm/ulm_000000_000019_leftImg8bit.png"
+    whole = picture.read_bytes()
+    picture.write_bytes(whole[:200])  # the last of the three images
+    with pytest.raises(UserError, match="truncated"):
+        prepare_cityscapes(source, tmp_path / "out", size=(32, 64), progress=False)
+    picture.write_bytes(whole)
+    shutil.rmtree(source / "leftImg8bit/train/bochum")
+    root = prepare_cityscapes(source, tmp_path / "out", size=(32, 64), progress=False)
+    assert open_split(root, CITYSCAPES, "train").indices == (0,)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 @pytest.mark.parametrize("kwargs", [{"train": 0}, {"height": 40}, {"width": 0}])

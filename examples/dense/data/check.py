@@ -30,9 +30,7 @@ def check_split(split: Split, spec: DenseSpec, level: CheckLevel = "full", *, pr
     """
     if level == "off":
         return
-    height, width = load_array(split.path("image", split.indices[0])).shape[:2]
-    if height % 32 or width % 32:
-        raise UserError(f"{split.path('image', split.indices[0])}: {height}x{width}, the model needs multiples of 32")
+    height, width = _image_size(split.path("image", split.indices[0]))
     bar = tqdm(split.indices, f"checking {split.root}", unit="image", disable=not progress, leave=False)
     for index in bar:
         for field in split.folders:
@@ -41,6 +39,16 @@ def check_split(split: Split, spec: DenseSpec, level: CheckLevel = "full", *, pr
             _check_header(path, array, field_shape(field, height, width))
             if level == "full":
                 check_array(path, array, field, spec.classes)
+
+
+def _image_size(path: Path) -> tuple[int, int]:
+    """Height and width of the split's first image, which all its files must have."""
+    shape = load_array(path).shape
+    if len(shape) != 3 or not all(shape):
+        raise UserError(f"{path}: expected an image of shape H x W x 3, got {shape}")
+    if shape[0] % 32 or shape[1] % 32:
+        raise UserError(f"{path}: {shape[0]}x{shape[1]}, the model needs multiples of 32")
+    return shape[0], shape[1]
 
 
 def _check_header(path: Path, array: NDArray[np.generic], shape: tuple[int, ...]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from dense.errors import UserError
+from dense.data.synthetic import make_set
 
 __all__ = ["ATTRIBUTES", "FaceSettings", "draw_face", "write_faces"]
 
@@ -56,31 +54,25 @@ def write_faces(root: Path, settings: FaceSettings) -> Path:
     Raises:
         UserError: if ``root`` exists and is something else.
     """
-    manifest = root / "synthetic.json"
-    if root.exists():
-        if manifest.is_file() and json.loads(manifest.read_text()) == asdict(settings):
-            return root
-        raise UserError(f"{root}: exists, but is not the synthetic set asked for; remove it or choose another folder")
-    partial = root.with_name(root.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    return make_set(root, asdict(settings), lambda folder: _write(folder, settings))
+
+
+def _write(folder: Path, settings: FaceSettings) -> None:
     for name in ("Anno", "Eval", "Img/img_align_celeba"):
-        (partial / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
     count = settings.train + settings.val + settings.test
     labels, partition = [], []
     for number in range(count):
         rng = np.random.default_rng([settings.seed, number])
         image, attributes = draw_face(settings.height, rng)
         name = f"{number + 1:06d}.jpg"
-        image.save(partial / "Img" / "img_align_celeba" / name, quality=95)
+        image.save(folder / "Img" / "img_align_celeba" / name, quality=95)
         labels.append(f"{name} " + " ".join("1" if value else "-1" for value in attributes))
         split = (number >= settings.train) + (number >= settings.train + settings.val)
         partition.append(f"{name} {split}")
     head = [str(count), " ".join(ATTRIBUTES)]
-    (partial / "Anno" / "list_attr_celeba.txt").write_text("\n".join([*head, *labels]) + "\n")
-    (partial / "Eval" / "list_eval_partition.txt").write_text("\n".join(partition) + "\n")
-    (partial / "synthetic.json").write_text(json.dumps(asdict(settings)))
-    partial.rename(root)
-    return root
+    (folder / "Anno" / "list_attr_celeba.txt").write_text("\n".join([*head, *labels]) + "\n")
+    (folder / "Eval" / "list_eval_partition.txt").write_text("\n".join(partition) + "\n")
 
 
 def draw_face(height: int, rng: np.random.Generator) -> tuple[Image.Image, NDArray[np.bool_]]:

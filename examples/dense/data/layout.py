@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from numpy.typing import NDArray
 from dense.errors import UserError
 from dense.spec import DenseSpec
 
-__all__ = ["Split", "field_shape", "load_array", "open_split", "save_array"]
+__all__ = ["Split", "field_shape", "load_array", "open_split", "save_array", "whole_folder"]
 
 _CHANNELS = {"image": 3, "depth": 1, "normal": 3}
 
@@ -48,17 +51,43 @@ def load_array(path: Path) -> NDArray[np.generic]:
         UserError: if the file is missing, is no ``.npy`` file or is shorter than its header says.
     """
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (ValueError, EOFError, OSError) as error:
-        raise UserError(f"{path}: truncated or not a .npy file ({error})") from None
+        raise UserError(f"{path}: truncated or not a .npy file ({' '.join(str(error).split())})") from None
+    if not isinstance(array, np.ndarray):  # np.load goes by the content, whatever the name says
+        array.close()
+        raise UserError(f"{path}: a zip archive of arrays (.npz), not a .npy file")
+    return array
 
 
 def save_array(path: Path, array: NDArray[np.generic]) -> None:
     """Write ``array`` as ``.npy``, making the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     np.save(path, array, allow_pickle=False)
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """An empty folder beside ``out`` to write into, which becomes ``out`` at the end of the block.
+
+    Whatever ends the block earlier removes it, so that ``out`` is there completely or not at all. Each call has a
+    folder of its own: two programs that make the same set at the same time do not write into each other's.
+
+    Raises:
+        UserError: if another program has made ``out`` meanwhile.
+    """
+    partial = out.with_name(f"{out.name}.partial-{uuid.uuid4().hex[:8]}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        try:
+            partial.rename(out)
+        except OSError:
+            raise UserError(f"{out}: made by another program meanwhile; the same command again uses it") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def open_split(root: Path, spec: DenseSpec, split: str) -> Split:

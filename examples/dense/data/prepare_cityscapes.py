@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
-from dense.data.layout import save_array
+from dense.data.layout import save_array, whole_folder
 from dense.errors import UserError
 from dense.spec import CITYSCAPES
 
@@ -51,10 +51,9 @@ def prepare_cityscapes(
         if not images:
             raise UserError(f"{folder}: no */*_leftImg8bit.png in it")
         jobs += [(split, i, path) for i, path in enumerate(images)]
-    partial = out.with_name(out.name + ".partial")
-    for split, i, path in tqdm(jobs, "CityScapes", unit="image", disable=not progress):
-        _convert_one(source, path, split, size, partial / split, i)
-    partial.rename(out)
+    with whole_folder(out) as folder:
+        for split, i, path in tqdm(jobs, "CityScapes", unit="image", disable=not progress):
+            _convert_one(source, path, split, size, folder / split, i)
     return out
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
-from dense.data.layout import load_array, save_array
+from dense.data.layout import load_array, save_array, whole_folder
 from dense.data.normals import NYU_CAMERA, normals_from_depth
 from dense.errors import UserError
 from dense.spec import NYUV2
@@ -78,17 +78,15 @@ def prepare_nyuv2(sources: NyuSources, out: Path, *, progress: bool = True) -> P
 
     numbers = _read_splits(sources.splits)
     lookup = _class_lookup(sources.classes)
-    partial = out.with_name(out.name + ".partial")
     try:
         file = h5py.File(sources.mat, "r")
     except OSError as error:
         raise UserError(f"{sources.mat}: truncated or not an HDF5 file ({error})") from None
-    with file:
+    with file, whole_folder(out) as folder:
         arrays = {name: _field(file, name, sources.mat) for name in ("images", "labels", _depth_name(sources.depth))}
         jobs = [(split, i, number) for split, picked in numbers.items() for i, number in enumerate(picked)]
         for split, i, number in tqdm(jobs, "NYUv2", unit="image", disable=not progress):
-            _convert_one(arrays, sources, lookup, number - 1, partial / split, i)
-    partial.rename(out)
+            _convert_one(arrays, sources, lookup, number - 1, folder / split, i)
     return out
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dense.data.geometry import Box, Camera, Ellipsoid, Plane, Shape
 
-__all__ = ["SCENES", "Item", "room", "street"]
+__all__ = ["CLASSES", "SCENES", "Item", "room", "street"]
 
 Colour = tuple[float, float, float]
 
@@ -148,6 +148,9 @@ def _car(rng: np.random.Generator, x: float, z: float, ground: float) -> list[It
         Item(Box((x, ground - 1.15, z + 0.2), (0.7, 0.3, 1.0)), VEHICLE, colour),
     ]
 
+
+CLASSES = {"nyuv2": 13, "cityscapes": 7}
+"""Data set -> how many classes its scenes are drawn with."""
 
 SCENES: dict[str, Callable[[int, int, np.random.Generator], tuple[Camera, list[Item]]]] = {
     "nyuv2": room,

@@ -8,26 +8,36 @@ there. The scenes are no benchmark: rows made from them say nothing about the pu
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dense.data.geometry import Array, Camera, cast
-from dense.data.layout import save_array
+from dense.data.layout import save_array, whole_folder
 from dense.data.scenes import SCENES, SKY, Item
 from dense.errors import UserError
 from dense.spec import DenseSpec
 
-__all__ = ["DISPARITY_CAMERA", "Rendering", "SyntheticSettings", "render_scene", "write_synthetic"]
+__all__ = [
+    "DISPARITY_CAMERA",
+    "Rendering",
+    "SyntheticSettings",
+    "make_set",
+    "render_scene",
+    "write_synthetic",
+]
 
 DISPARITY_CAMERA = 0.22 * 2262.0
 """Baseline (m) times focal length (px) of CityScapes' stereo rig; MTAN stores the
 disparity in px, over 256."""
 _MANIFEST = "synthetic.json"
+"""Says what was rendered, so that a finished set is told from anything else of that name."""
 
 
 @dataclass(frozen=True)
@@ -81,25 +91,44 @@ def render_scene(spec: DenseSpec, settings: SyntheticSettings, split: int, numbe
 def write_synthetic(root: Path, spec: DenseSpec, settings: SyntheticSettings, *, progress: bool = True) -> Path:
     """Render into ``root`` and return it; a finished set with the same settings is used as it is.
 
-    Scenes are written to a folder beside it that is renamed at the end: a killed run leaves no half set behind.
-
     Raises:
         UserError: if ``root`` exists and is something else.
     """
     manifest = {"dataset": spec.name, "classes": spec.classes, **asdict(settings)}
-    if root.exists():
-        found = root / _MANIFEST
-        if found.is_file() and json.loads(found.read_text()) == manifest:
-            return root
-        raise UserError(f"{root}: exists, but is not the synthetic set asked for; remove it or choose another folder")
-    partial = root.with_name(root.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    jobs = [(0, i) for i in range(settings.train)] + [(1, i) for i in range(settings.val)]
-    for split, number in tqdm(jobs, "rendering scenes", unit="scene", disable=not progress, leave=False):
-        _write(partial / ("train", "val")[split], spec, render_scene(spec, settings, split, number), number)
-    (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    partial.rename(root)
+
+    def render(folder: Path) -> None:
+        jobs = [(0, i) for i in range(settings.train)] + [(1, i) for i in range(settings.val)]
+        for split, number in tqdm(jobs, "rendering scenes", unit="scene", disable=not progress, leave=False):
+            _write(folder / ("train", "val")[split], spec, render_scene(spec, settings, split, number), number)
+
+    return make_set(root, manifest, render)
+
+
+def make_set(root: Path, manifest: dict[str, Any], write: Callable[[Path], None]) -> Path:
+    """Let ``write`` fill the folder ``root``, unless the set that ``manifest`` describes is already there.
+
+    Raises:
+        UserError: if ``root`` is something else.
+    """
+    if _is_finished(root, manifest):
+        return root
+    try:
+        with whole_folder(root) as folder:
+            write(folder)
+            (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    except UserError:
+        if not _is_finished(root, manifest):  # two programs at once: the first one's set serves both
+            raise
     return root
+
+
+def _is_finished(root: Path, manifest: dict[str, Any]) -> bool:
+    if not root.exists():
+        return False
+    with suppress(OSError, ValueError):
+        if json.loads((root / _MANIFEST).read_text()) == manifest:
+            return True
+    raise UserError(f"{root}: exists, but is not the synthetic set asked for; remove it or choose another folder")
 
 
 def _write(base: Path, spec: DenseSpec, scene: Rendering, number: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from dense.engine.published import PublishedTable
 from dense.engine.recorder import read_log
 from dense.engine.settings import TrainSettings, check_device
 from dense.engine.tables import Result, Table, build_table
+from dense.errors import UserError
 
-__all__ = ["Defaults", "Report", "add_training_arguments", "run_all", "settings_from"]
+__all__ = ["Defaults", "Report", "add_training_arguments", "at_least", "run_all", "run_folder", "settings_from"]
 
 _Flag = argparse.BooleanOptionalAction
 
@@ -39,6 +40,18 @@ class Defaults:
     trigger: str = "any"
 
 
+def at_least(low: int, option: str) -> Callable[[str], int]:
+    """An argparse type: a whole number of at least ``low``; ``option`` is named where it is not."""
+
+    def whole_number(text: str) -> int:
+        value = int(text)  # argparse's own message where this fails
+        if value < low:
+            raise UserError(f"{option}: expected at least {low}, got {value}")
+        return value
+
+    return whole_number
+
+
 def add_training_arguments(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
     """Add the method, recipe, machine and output options."""
     words = ", ".join((STL, *WORDS))
@@ -51,17 +64,22 @@ def add_training_arguments(parser: argparse.ArgumentParser, defaults: Defaults) 
         "--method", nargs="+", metavar="ROW", default=[], help=f"methods with cost_mtl's defaults: {words}; '+cost' too"
     )
     what.add_argument("--cost", action=_Flag, default=None, help="teleports on (off) in every multi-task row")
-    what.add_argument("--seeds", nargs="+", type=int, default=[0], metavar="N")
+    what.add_argument("--seeds", nargs="+", type=at_least(0, "--seeds"), default=[0], metavar="N")
     what.add_argument("--smoke", action=_Flag, default=False, help="a tiny network and few tiny images: seconds")
     recipe = parser.add_argument_group("recipe (the defaults are the published ones)")
-    recipe.add_argument("--epochs", type=int, default=None, help=f"default {defaults.epochs}")
+    recipe.add_argument("--epochs", type=at_least(1, "--epochs"), default=None, help=f"default {defaults.epochs}")
     recipe.add_argument("--lr", type=float, default=None, help=f"of Adam; default {defaults.lr:g}")
-    recipe.add_argument("--batch-size", type=int, default=None, help=f"default {defaults.batch_size}")
     recipe.add_argument(
-        "--cost-start", type=int, default=None, metavar="EPOCHS",
+        "--batch-size", type=at_least(1, "--batch-size"), default=None, help=f"default {defaults.batch_size}"
+    )
+    recipe.add_argument(
+        "--cost-start", type=at_least(0, "--cost-start"), default=None, metavar="EPOCHS",
         help=f"epochs before the first teleport; default {defaults.cost_start} of {defaults.epochs}, in proportion",
     )  # fmt: skip
-    recipe.add_argument("--cost-cooldown", type=int, default=1, metavar="EPOCHS", help="between teleports (default 1)")
+    recipe.add_argument(
+        "--cost-cooldown", type=at_least(1, "--cost-cooldown"), default=1, metavar="EPOCHS",
+        help="between teleports (default 1)",
+    )  # fmt: skip
     recipe.add_argument(
         "--trigger", choices=("any", "smallest", "weak", "share", "always"), default=None,
         help=f"conflict that a teleport waits for; default {defaults.trigger}, always for --smoke",
@@ -70,18 +88,24 @@ def add_training_arguments(parser: argparse.ArgumentParser, defaults: Defaults) 
         "--teleporter", choices=("lora", "dense", "difference"), default=None,
         help="default lora; dense for --smoke, since importing PEFT takes longer than all the rest of it",
     )  # fmt: skip
-    recipe.add_argument("--rank", type=int, default=5, help="of the LoRA adapter (default 5)")
+    recipe.add_argument("--rank", type=at_least(1, "--rank"), default=5, help="of the LoRA adapter (default 5)")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
-    machine.add_argument("--workers", type=int, default=2, help="loader processes (default %(default)s)")
-    machine.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's; 1 for --smoke)")
+    machine.add_argument(
+        "--workers", type=at_least(0, "--workers"), default=2, help="loader processes (default %(default)s)"
+    )
+    machine.add_argument(
+        "--threads", type=at_least(1, "--threads"), default=None, help="CPU threads (default: torch's; 1 for --smoke)"
+    )
     machine.add_argument("--amp", choices=("off", "bf16", "fp16"), default="off", help="mixed precision (default off)")
     machine.add_argument("--compile", action=_Flag, default=False, help="torch.compile the forward pass")
     machine.add_argument("--deterministic", action=_Flag, default=False, help="deterministic CUDA kernels, slower")
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, default=None, help="folder of checkpoints, logs, tables and plots")
     output.add_argument("--resume", action=_Flag, default=True, help="go on from the checkpoints in --out")
-    output.add_argument("--eval-every", type=int, default=1, metavar="EPOCHS", help="and always in the last ten")
+    output.add_argument(
+        "--eval-every", type=at_least(1, "--eval-every"), default=1, metavar="EPOCHS", help="and always in the last ten"
+    )
     output.add_argument("--tensorboard", action=_Flag, default=False)
 
 

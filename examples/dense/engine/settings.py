@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -56,8 +57,10 @@ class TrainSettings:
         for name in ("epochs", "eval_every", "cost_cooldown", "rank"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}")
-        if self.lr <= 0 or self.cost_start < 0:
-            raise UserError(f"expected lr > 0 and cost-start >= 0, got {self.lr} and {self.cost_start}")
+        if not 0 < self.lr < math.inf:  # NaN is refused too
+            raise UserError(f"--lr: expected a number > 0, got {self.lr:g}")
+        if self.cost_start < 0:
+            raise UserError(f"--cost-start: expected at least 0, got {self.cost_start}")
         if self.amp == "fp16" and not self.device.startswith("cuda"):
             raise UserError("--amp fp16: loss scaling needs a CUDA device; bf16 works on a CPU too")
 
