@@ -13,6 +13,8 @@ from cost_mtl.weighting._reference import min_norm_reference
 __all__ = ["MGDA", "min_norm"]
 
 _STATIONARY_NORM = 1e-12
+"""Unit gradients that combine, with coefficients of norm 1, to a squared norm below this are stationary."""
+
 _ACCURATE = 1e-8
 
 
@@ -29,7 +31,7 @@ def min_norm(problem: Problem) -> Answer:
     point = solve_interior(arrays, C, a * 0, a, on_plane(arrays, a), 1e-13, ITERATIONS)
     weights = arrays.where(present, point.q * a, 0.0)
     weights = arrays.where(present.any(), weights / weights.sum(), 1 / K)
-    stationary = point.q @ (C @ point.q) < max(_STATIONARY_NORM, 16 * K * noise)
+    stationary = point.q @ (C @ point.q) < max(_STATIONARY_NORM, 16 * K * noise) * (point.q @ point.q)
     converged = arrays.where(point.error < _ACCURATE, CONVERGED, NOT_CONVERGED)
     return Answer(weights, point.error, point.iterations, arrays.where(stationary, STATIONARY, converged))
 

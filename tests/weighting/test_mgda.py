@@ -1,12 +1,13 @@
 """MGDA and IMTL-G: optimal against every support, against closed forms, and projections that really are equal."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 
-from cost_mtl.weighting import IMTLG, MGDA
+from cost_mtl.weighting import IMTLG, MGDA, FairGrad
 from tests.weighting.cases import SOLVABLE, gradients, gramian, random_gradients
 
 
@@ -64,6 +65,19 @@ def test_at_a_stationary_point_the_norm_is_zero():
     solution = MGDA().solve(gramian(G))
     assert solution.report.status == "stationary"
     assert np.linalg.norm(solution.weights.numpy() @ G) < 1e-7 * np.linalg.norm(G)
+
+
+@pytest.mark.parametrize("solver", ["host", "device"])
+@pytest.mark.parametrize("length", [1e-3, 1.0, 1e3, 1e5])
+def test_three_that_cancel_beside_a_gradient_of_another_length(length, solver):
+    triangle = length * np.array([[1.0, 0, 0], [-0.5, 0.75**0.5, 0], [-0.5, -(0.75**0.5), 0]]) * [[1.0], [3.0], [0.3]]
+    G = np.vstack([triangle, [[0.3, -0.4, 1.0]]])
+    expected = np.array([3.0, 1.0, 10.0, 0.0]) / 14
+    for weighting in (MGDA(solver=solver), FairGrad(math.inf, solver=solver)):
+        solution = weighting.solve(gramian(G))
+        w = solution.weights.numpy()
+        assert solution.report.status == "stationary"
+        np.testing.assert_allclose(w / w.sum(), expected, atol=2e-5)  # a ridge of 1e-15 times the spread squared
 
 
 @pytest.mark.parametrize("family", ["well-conditioned", "conflicting", "rank-deficient", "duplicated", "spread 1e±6"])
