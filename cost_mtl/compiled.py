@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 import torch._functorch.config as functorch
 import torch.compiler.config as compiler
+from torch._compile import _disable_dynamo as untraced  # torch.compiler.disable, without its imports
+
+T = TypeVar("T")
 
 TAG = "+saved tensors kept"
 
@@ -30,3 +37,15 @@ def keep_saved_tensors() -> None:
     elif TAG not in tag:
         compiler.cache_key_tag = tag + TAG
     torch.compiler.reset()
+
+
+@untraced
+def as_it_is(method: Callable[..., T], *args: Any) -> T:
+    """Run a method of an optimizer outside of what is being compiled, and inside of its hooks, which have run.
+
+    A step as a whole is no graph: its backward passes run in the middle, and decisions hang on their values. Models,
+    closures and base optimizers compiled by themselves stay so.
+    """
+    with torch.no_grad():
+        result: T = inspect.unwrap(method)(*args)
+    return result

@@ -23,7 +23,7 @@ from cost_mtl.base import (
     WeightingInputs,
 )
 from cost_mtl.checkpoint import Progress, beside
-from cost_mtl.compiled import keep_saved_tensors
+from cost_mtl.compiled import as_it_is, keep_saved_tensors
 from cost_mtl.evaluation import (
     Evaluation,
     Thunk,
@@ -184,6 +184,8 @@ class COST(OptimizerWrapper):
             TypeError, ValueError: the closure, or what it returned, is not as described.
             FloatingPointError: a task's loss or gradient is not finite and ``on_nonfinite="raise"``.
         """
+        if torch.compiler.is_compiling():
+            return as_it_is(COST.step, self, closure, *batch)
         thunks = self._thunks(closure, batch)
         may_teleport = self._driver.allowed(self.progress) and not self._reuses_weights()
         before = self._moment() if may_teleport or self.on_nonfinite == "skip" else None
@@ -214,6 +216,8 @@ class COST(OptimizerWrapper):
                 again at the same parameters).
             ValueError: no shared layer can carry an adapter, or no parameter is shared.
         """
+        if torch.compiler.is_compiling():
+            return as_it_is(COST.teleport, self, closure, *batch)
         thunks = self._thunks(closure, batch)
         if self._driver.teleporter is None:
             raise RuntimeError("teleport: this COST has teleporter=None")

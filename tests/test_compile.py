@@ -139,6 +139,39 @@ def test_the_shared_parameters_are_found_where_every_loss_reaches_everything(for
     torch.testing.assert_close(flat(list(model.parameters())), flat(list(plain.parameters())), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("what", ["step", "training step"])
+def test_a_compiled_step_is_the_step(what):
+    """``torch.compile(optimizer.step)``, or of a function around it: it runs as it is, hooks once, teleports, too."""
+    model, plain = net(dropout=0.0), net(dropout=0.0)
+    optimizers = [
+        COST(torch.optim.AdamW(m.parameters()), m, shared=m.trunk, trigger=always, teleporter=DenseTeleporter(),
+             schedule=TeleportSchedule(start=1, cooldown=1))
+        for m in (model, plain)
+    ]  # fmt: skip
+    calls = []
+    optimizers[0].register_step_post_hook(lambda *_: calls.append(optimizers[0].progress.step))
+
+    def closure(x, ys):
+        return losses(model, x, ys)
+
+    def training_step(x, ys):
+        return optimizers[0].step(closure, x, ys)
+
+    if what == "step":
+        step = torch.compile(optimizers[0].step, backend="aot_eager")
+        run = lambda x, ys: step(closure, x, ys)  # noqa: E731
+    else:
+        run = torch.compile(training_step, backend="aot_eager")
+    for seed in range(4):
+        x, ys = data(2, seed=seed)
+        torch.testing.assert_close(run(x, ys), optimizers[1].step(lambda x, ys: losses(plain, x, ys), x, ys))
+    assert torch.equal(flat(list(model.parameters())), flat(list(plain.parameters())))
+    assert calls == [1, 2, 3, 4]
+    assert optimizers[0].progress.attempts == optimizers[1].progress.attempts >= 2
+    report = torch.compile(lambda: optimizers[0].teleport(closure, *data(2, seed=9)), backend="aot_eager")()
+    assert report.closure_calls > 1
+
+
 def test_many_teleports_do_not_pile_up_compilations():
     model = net(dropout=0.0)
     closure, wrapped = compiled(model, "trunk", "aot_eager")
