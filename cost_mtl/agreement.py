@@ -118,19 +118,30 @@ def _same(number: int, device: torch.device, group: Any) -> bool:
     return bool(most == -least)
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an exception says that there is no memory left: torch raises ``OutOfMemoryError`` for its own allocator
+    on an accelerator only, and a plain RuntimeError for the CPU's, cuDNN's, cuBLAS's and the driver's."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+_NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+
+
 @contextmanager
 def short_of_memory_together(device: torch.device, group: Any) -> Iterator[None]:
     """Context around an evaluation in a teleport: a lack of memory in one process becomes everyone's, who would
     otherwise wait for it in the next collective, while it had given up the teleport.
 
     Raises:
-        torch.OutOfMemoryError: in all processes of the group, at the end.
+        Exception: for which :func:`lacks_memory` holds, in all processes of the group, at the end.
     """
-    error: torch.OutOfMemoryError | None = None
+    error: BaseException | None = None
     try:
         yield
-    except torch.OutOfMemoryError as mine:
-        if group is None:
+    except (RuntimeError, MemoryError) as mine:
+        if group is None or not lacks_memory(mine):
             raise
         error = mine
     short = union(torch.tensor([int(error is not None)], dtype=torch.uint8, device=device), group)

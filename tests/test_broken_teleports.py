@@ -96,17 +96,33 @@ def test_an_interrupt_in_a_step_that_teleports_leaves_the_parameters(teleporter,
         assert torch.equal(buffer, counted_once)
 
 
+NO_MEMORY = [
+    torch.OutOfMemoryError("no memory left"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    MemoryError("no memory left"),
+]
+
+
 @pytest.mark.parametrize("teleporter", TELEPORTERS, ids=["dense", "LoRA"])
-@pytest.mark.parametrize("call", [2, 3, 5])
-def test_out_of_memory_in_a_teleport_gives_the_step_without_one(teleporter, call):
+@pytest.mark.parametrize(("call", "error"), [*((2, e) for e in NO_MEMORY), (3, NO_MEMORY[0]), (5, NO_MEMORY[2])])
+def test_out_of_memory_in_a_teleport_gives_the_step_without_one(teleporter, call, error):
+    """In whichever of its forms."""
     model, optimizer, x, ys = teleporting(teleporter)
     plain, reference, _, _ = teleporting(None)
-    optimizer.step(Failing(model, x, ys, call, torch.OutOfMemoryError("no memory left")), x, ys)
+    optimizer.step(Failing(model, x, ys, call, error), x, ys)
     reference.step(Failing(plain, x, ys, 0, None), x, ys)
     report = optimizer.last_step.teleport
     assert not report.accepted
-    assert "out of memory: no memory left" in report.reason
+    assert f"out of memory: {error}" in report.reason
     assert everything(model, optimizer) == everything(plain, reference)
+
+
+def test_another_error_in_a_teleport_is_the_users():
+    model, optimizer, x, ys = teleporting(DenseTeleporter())
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        optimizer.step(Failing(model, x, ys, 2, RuntimeError("mat1 and mat2 shapes cannot be multiplied")), x, ys)
 
 
 def test_out_of_memory_in_the_ordinary_evaluation_is_the_users():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cost_mtl.agreement import lacks_memory
 from cost_mtl.base import RemembersIterates, Teleporter, TeleportReport, Trigger
 from cost_mtl.checkpoint import Progress
 from cost_mtl.evaluation import Evaluation, Thunk
@@ -143,7 +144,9 @@ class TeleportDriver:
                 self.said.add(type(error).__name__)
                 warnings.warn(f"no teleport, here and later (said once): {error}", stacklevel=6)
             return None
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not lacks_memory(error):
+                raise
             return Outcome(rejected(problem, f"out of memory: {error}"))
 
 
