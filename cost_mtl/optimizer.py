@@ -46,7 +46,16 @@ from cost_mtl.teleport.problem import Problem
 from cost_mtl.teleport.replay import Moment
 from cost_mtl.trajectory import HTR
 from cost_mtl.triggers import DominatedConflict, TeleportSchedule
-from cost_mtl.update import HostRead, bad_tasks, clip_, complaint, host_read, write_own, write_shared
+from cost_mtl.update import (
+    HostRead,
+    bad_tasks,
+    clip_,
+    complaint,
+    host_read,
+    refuse_weights,
+    write_own,
+    write_shared,
+)
 from cost_mtl.weighting import FairGrad, resolve
 from cost_mtl.wrapper import OptimizerWrapper
 
@@ -357,6 +366,7 @@ class COST(OptimizerWrapper):
             return Weighed(torch.ones(K, dtype=M.dtype, device=M.device), self.progress.weighting)
         inputs = WeightingInputs(M, now.losses, now.gradients.matrix, self.progress.step)
         weighed = self.weighting.weigh(inputs, self.progress.weighting)
+        refuse_weights(weighed.weights, self.weighting)
         self.progress.weighting = weighed.state
         if weighed.parameter_grads and not self._weighting_checked:
             self._weighting_checked = True

@@ -69,6 +69,19 @@ def complaint(now: Evaluation, bad: Sequence[int], step: int) -> str:
     )
 
 
+def refuse_weights(weights: Tensor, weighting: Any) -> None:
+    """Refuse weights [K] that would make parameters not finite (looked at on the CPU, where it costs nothing).
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
+    """
+    if weights.device.type == "cpu" and not bool(torch.isfinite(weights).all()):
+        raise ValueError(
+            f"weighting: {type(weighting).__name__} returned weights that are not finite, {weights.tolist()}, from "
+            "losses and gradients that are. Parameters and optimizer state are as before"
+        )
+
+
 def norm_of(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """Euclidean norm [] of some gradients (dense or sparse), not finite if one of them is not."""
     dense = [g for g in map(_values, grads) if g.numel()]

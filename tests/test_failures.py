@@ -180,6 +180,45 @@ def test_a_weighting_that_fails_stops_the_step_before_anything_moves(answer, err
     assert everything(model, optimizer) == before
 
 
+class Stateful:
+    """A weighting of the kind that COST asks without an adapter in between."""
+
+    def initial_state(self, num_tasks):
+        return {"calls": 0}
+
+    def weigh(self, inputs, state):
+        return cost_mtl.base.Weighed(torch.full((3,), INF), {"calls": state["calls"] + 1})
+
+
+def test_a_stateful_weighting_that_fails_stops_the_step_before_anything_moves():
+    model, optimizer = trained("skip", steps=0, weighting=Stateful())
+    before = everything(model, optimizer)
+    x, ys = data(3)
+    with pytest.raises(ValueError, match="weighting: Stateful returned weights that are not finite"):
+        optimizer.step(lambda: losses(model, x, ys))
+    assert everything(model, optimizer) == before
+    assert optimizer.progress.weighting == {"calls": 0}
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_losses_that_are_not_finite_after_the_update_do_not_stay_in_famo(value):
+    """The losses that it observes are looked at by nobody else."""
+    model, optimizer = trained("raise", weighting=cost_mtl.weighting.FAMO())
+    x, ys = data(3, seed=9)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        return in_the_loss(model, x, ys, 1, value if len(calls) == 2 else 1.0)
+
+    optimizer.step(closure)
+    assert calls == [1, 1]
+    optimizer.step(lambda: losses(model, x, ys))
+    assert finite(model, optimizer)
+    assert bool(torch.isfinite(optimizer.last_step.weights).all())
+    assert len(set(optimizer.last_step.weights.tolist())) == 3
+
+
 # ------------------------------------------------------------------------------------ what can't work
 
 

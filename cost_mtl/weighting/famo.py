@@ -72,6 +72,8 @@ class FAMO:
         after = self._gap(losses_after)
         logits, mean, square = (state[key].to(after.device, non_blocking=True) for key in ("logits", "mean", "square"))
         fallen = self._gap(state["losses"]).log() - after.log()
+        # A loss that is not finite after the update says nothing, and would stay in the logits for good.
+        fallen = torch.where(torch.isfinite(fallen).all(), fallen, torch.zeros_like(fallen))
         z = torch.softmax(logits, 0)
         gradient = z * (fallen - (z * fallen).sum()) + self.weight_decay * logits
         steps = state["steps"] + 1
