@@ -1,0 +1,215 @@
+"""What ``ablation.py`` compares: COST as it comes, its controls, and variations of one part at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cost_mtl
+from cost_mtl import Acceptance, LevelSet, LoRATeleporter, Move, Penalty
+from cost_mtl.base import TeleportProblem
+from cost_mtl.teleport import objective as ob
+from cost_mtl.teleport.adapters import adapters
+from cost_mtl.teleport.layers import shared_layers
+from cost_mtl.teleport.solver import heldout_batch, used_batches
+from cost_mtl.trajectory import sigma_for
+
+DRAWS = 4
+"""Random directions that the placebo tries before it leaves the losses where they are."""
+
+
+# ------------------------------------------------------------------------------------------------ controls
+
+
+def cost_move(problem: TeleportProblem, teleporter: LoRATeleporter) -> tuple[Move, Tensor] | None:
+    """The move that the transaction would accept of COST's teleporter here, with the task gradients [K, m] beyond it;
+    None if it would accept none. The parameters stay."""
+    ask: Callable[[TeleportProblem], Move] | None = teleporter.propose
+    while ask is not None:
+        with problem.at(torch.zeros_like(problem.gradients[0])):  # afterwards the parameters have their bits back
+            move = ask(problem)
+        G = gradients_if_accepted(problem, move)
+        if G is not None:
+            return move, G
+        ask = move.otherwise
+    return None
+
+
+def gradients_if_accepted(problem: TeleportProblem, move: Move) -> Tensor | None:
+    """Task gradients [K, m] at theta + delta if the losses are kept there and the move's promise is, else None."""
+    rule = move.acceptance
+    if not bool(torch.isfinite(move.delta).all()) or not bool((move.delta != 0).any()):
+        return None
+    heldout = heldout_batch(problem, move.used)
+    limits = dict.fromkeys(move.used, rule.tolerance)
+    if heldout is not None:
+        limits[heldout] = rule.tolerance_heldout
+    references = {batch: problem.reference(batch) for batch in limits}
+    with problem.at(move.delta):
+        for batch, limit in limits.items():
+            if not ob.relative_change(references[batch], problem.evaluate(batch)) <= limit:
+                return None
+        _, G = problem.evaluate_gradients(0)
+    after = cost_mtl.gramian(G, dtype=torch.float64)
+    least = {"conflict": rule.min_angle, "norm": rule.min_norm}
+    objectives = list(least) if move.either else [move.objective]
+    return G if any(ob.gain(o, problem.gramian, after) >= least[o] for o in objectives) else None
+
+
+@dataclass(frozen=True)
+class Placebo:
+    """A random move along the level set wherever COST's own would have been accepted, and as long as that.
+
+    COST's move is made and judged first. The random one lives in the same kind of space (a fresh LoRA adapter under
+    the same metric), keeps the losses of the same batches to the same tolerance, and goes through the same
+    transaction, which asks no gain of it.
+    """
+
+    teleporter: LoRATeleporter = field(default_factory=LoRATeleporter)
+
+    def propose(self, problem: TeleportProblem, /) -> Move:
+        found = cost_move(problem, self.teleporter)
+        if found is None:
+            return Move(torch.zeros_like(problem.gradients[0]), "none", notes=("COST makes no move here",))
+        length = float(found[0].delta.double().norm())
+        for _ in range(DRAWS):
+            move = random_move(problem, length, self.teleporter)
+            if losses_kept(problem, move):
+                break
+        return move
+
+
+def losses_kept(problem: TeleportProblem, move: Move) -> bool:
+    heldout = heldout_batch(problem, move.used)
+    limits = dict.fromkeys(move.used, move.acceptance.tolerance)
+    if heldout is not None:
+        limits[heldout] = move.acceptance.tolerance_heldout
+    references = {batch: problem.reference(batch) for batch in limits}
+    with problem.at(move.delta):
+        return all(
+            ob.relative_change(references[batch], problem.evaluate(batch)) <= limit for batch, limit in limits.items()
+        )
+
+
+def random_move(problem: TeleportProblem, length: float, like: LoRATeleporter) -> Move:
+    """A random move of the given ||Delta theta||, off the gradients of the batches that COST keeps, then restored by
+    Gauss-Newton as COST's own moves are."""
+    from peft import LoraConfig
+
+    layers, skipped = shared_layers([problem.model], problem.params)
+    used = used_batches(problem, like.solver.constraints)
+    start = [problem.reference(batch) for batch in used]
+    with (
+        problem.at(torch.zeros_like(problem.gradients[0])),
+        adapters(problem, layers, LoraConfig(r=like.rank, lora_alpha=like.rank), plain_lora=True) as space,
+    ):
+        J = torch.cat([space.gradients(batch)[1] for batch in used])
+        metric = space.metric(J)
+        u = torch.randn(J.shape[1], generator=problem.generator).to(J)
+        u[(J == 0).all(dim=0)] = 0.0  # LoRA's A: no first-order effect at B = 0, so COST does not move it either
+        s = ob.project_out(J, u, metric)
+        space.place(s)
+        phi = s * (length / space.length())  # Delta theta = B A is linear in B
+        for attempt in range(like.solver.corrections + 1):
+            space.place(phi)
+            losses = [problem.evaluate(batch) for batch in used]
+            drift = max(ob.relative_change(a, b) for a, b in zip(start, losses, strict=True))
+            if drift <= like.acceptance.tolerance / 2 or attempt == like.solver.corrections:
+                break
+            residual = torch.cat([b - a for a, b in zip(start, losses, strict=True)])
+            phi = phi + ob.restore_step(J, residual, None, metric)
+        delta = space.delta()
+    return Move(delta, "none", used=used, skipped_layers=skipped, acceptance=like.acceptance)
+
+
+@dataclass
+class NoMove:
+    """COST's attempt, its verdict and its sigma, but the parameters stay: what the evaluations and HTR do alone.
+
+    ``sigma`` is that of the last attempt (None: COST would have been rejected); the caller hands it to COST, which
+    itself makes none of a move of zero.
+    """
+
+    teleporter: LoRATeleporter = field(default_factory=LoRATeleporter)
+    sigma: float | None = None
+
+    def propose(self, problem: TeleportProblem, /) -> Move:
+        found = cost_move(problem, self.teleporter)
+        self.sigma = None
+        if found is not None:
+            before, after = problem.gradients.mean(dim=0), found[1].mean(dim=0)
+            self.sigma = sigma_for("gradient", before=before, after=after, delta=found[0].delta, direction=None)
+        return Move(torch.zeros_like(problem.gradients[0]), "none", notes=("on purpose",))
+
+
+# ------------------------------------------------------------------------------------------------ arms
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to teleport; the fields are COST's own settings.
+
+    Attributes:
+        teleporter: makes one (a new one for each run), or None: a plain multi-task optimizer.
+        cooldown: epochs from one attempt to the next.
+    """
+
+    text: str
+    teleporter: Callable[[], Any] | None
+    htr: str = "gradient"
+    trigger: Any = field(default_factory=cost_mtl.DominatedConflict)
+    cooldown: float = 1.0
+
+
+def _peft(name: str, **settings: Any) -> Callable[[], LoRATeleporter]:
+    def make() -> LoRATeleporter:
+        import peft
+
+        return LoRATeleporter(peft_config=getattr(peft, name)(**settings))
+
+    return make
+
+
+INF = float("inf")
+ANYTHING = Acceptance(tolerance=INF, tolerance_heldout=INF, min_angle=-INF, min_norm=-INF)
+"""No verification, as in the paper: whatever is finite is accepted."""
+
+
+def _no_lt() -> LoRATeleporter:
+    free = Acceptance(tolerance=INF, tolerance_heldout=INF)
+    return LoRATeleporter(acceptance=free, solver=LevelSet(corrections=0, constraints=0))
+
+
+def _paper(gamma: float) -> Callable[[], LoRATeleporter]:
+    return lambda: LoRATeleporter(solver=Penalty(gamma=gamma), acceptance=ANYTHING)
+
+
+MAIN = ("plain", "cost", "placebo", "no-move")
+ARMS: dict[str, Arm] = {
+    "plain": Arm("no teleports", None),
+    "cost": Arm("COST, defaults", LoRATeleporter),
+    "placebo": Arm("random move of COST's length", Placebo),
+    "no-move": Arm("COST's attempts and HTR, no move", NoMove),
+    "no-lt": Arm("no L_t: no tolerance, no corrections", _no_lt),
+    "paper": Arm("the paper's penalty and HTR, unverified", _paper(0.1), htr="paper"),
+    "paper-no-lt": Arm("the same, L_g alone", _paper(1e6), htr="paper"),
+    "paper-no-htr": Arm("the same, history kept", _paper(0.1), htr="keep"),
+    "htr-keep": Arm("no HTR (history kept)", LoRATeleporter, htr="keep"),
+    "htr-momentum": Arm("HTR momentum", LoRATeleporter, htr="momentum"),
+    "htr-paper": Arm("HTR paper", LoRATeleporter, htr="paper"),
+    "htr-reset": Arm("HTR reset", LoRATeleporter, htr="reset"),
+    "htr-rollback": Arm("HTR rollback", LoRATeleporter, htr="rollback"),
+    "trigger-weak": Arm("weak conflict", LoRATeleporter, trigger=cost_mtl.WeakConflict()),
+    "trigger-share": Arm("a sixth of the tasks", LoRATeleporter, trigger=cost_mtl.ConflictShare(1 / 6)),
+    "adapter-loha": Arm("LoHa", _peft("LoHaConfig", r=5, alpha=5)),
+    "adapter-oft": Arm("OFT", _peft("OFTConfig", r=0, oft_block_size=4)),
+    "dense": Arm("dense, no adapter", cost_mtl.DenseTeleporter),
+    "norm": Arm("norm objective", lambda: LoRATeleporter(objective="norm")),
+    "often": Arm("four attempts an epoch", LoRATeleporter, cooldown=0.25),
+    "often-placebo": Arm("placebo, four attempts an epoch", Placebo, cooldown=0.25),
+}
+AXES = tuple(name for name in ARMS if name not in MAIN)
