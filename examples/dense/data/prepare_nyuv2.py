@@ -103,22 +103,21 @@ def _convert_one(
     if raw_label.max() >= lookup.size:
         raise UserError(f"{sources.mat}: label {raw_label.max()} in image {row + 1}, names go to {lookup.size - 1}")
     height, width = sources.size
-    nearest = (_nearest_rows(depth.shape[0], height)[:, None], _nearest_rows(depth.shape[1], width))
+    rows, columns = _nearest_rows(depth.shape[0], height), _nearest_rows(depth.shape[1], width)
+    nearest = (rows[:, None], columns)
     small_depth = depth[nearest]
     resized = Image.fromarray(image).resize((width, height), Image.Resampling.BILINEAR)
     save_array(base / "image" / f"{i}.npy", np.asarray(resized, np.float32) / 255)
     save_array(base / "label" / f"{i}.npy", lookup[raw_label[nearest]].astype(np.float32))
     save_array(base / "depth" / f"{i}.npy", small_depth[..., None].astype(np.float32))
-    save_array(base / "normal" / f"{i}.npy", _normals(sources, small_depth, depth.shape, row + 1).astype(np.float32))
-
-
-def _normals(
-    sources: NyuSources, depth: NDArray[np.float64], full: tuple[int, ...], number: int
-) -> NDArray[np.floating]:
-    height, width = depth.shape
     if sources.normals is None:
-        return normals_from_depth(depth, NYU_CAMERA.scaled(height / full[0], width / full[1]))
-    path = sources.normals / f"{number}.npy"
+        normal = normals_from_depth(small_depth, NYU_CAMERA, rows=rows, columns=columns)
+    else:
+        normal = _given_normals(sources.normals / f"{row + 1}.npy", height, width)
+    save_array(base / "normal" / f"{i}.npy", normal.astype(np.float32))
+
+
+def _given_normals(path: Path, height: int, width: int) -> NDArray[np.floating]:
     given = np.asarray(load_array(path), np.float32)
     if given.ndim != 3 or given.shape[2] != 3:
         raise UserError(f"{path}: expected [H, W, 3], got {given.shape}")
