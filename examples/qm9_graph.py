@@ -39,7 +39,7 @@ from qm9_graph_data import (
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-DEFAULTS = Defaults(epochs=300, lr=1e-3, batch_size=120, cost_start=75, smoke_batch_size=28)
+DEFAULTS = Defaults(epochs=300, lr=1e-3, batch_size=120, cost_start=75, smoke_batch_size=14)
 LABELS = ("μ", "α", "HOMO", "LUMO", "R²", "ZPVE", "U0", "U", "H", "G", "Cv")
 DIGITS = (3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 3)
 
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.eval_every != 1:
         parser.error("--eval-every: the schedule looks at every epoch's validation errors")
     check_device(args.device)
-    count = args.molecules or (32 if args.smoke else None)
+    count = args.molecules or (16 if args.smoke else None)
     graphs = load_graphs(count, args.split_seed, args.cache)
     batch_size = args.batch_size or (DEFAULTS.smoke_batch_size if args.smoke else DEFAULTS.batch_size)
     dim = args.dim or (8 if args.smoke else 64)
