@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cost_mtl.merging.blocks import add_block
+from cost_mtl.merging.blocks import add_block, checked_factor
 from cost_mtl.merging.keys import is_statistic
 from cost_mtl.merging.source import Model, TensorSource, names_of, open_source
 from cost_mtl.merging.statistics import (
@@ -33,6 +33,7 @@ def apply_vector(
 ) -> nn.Module | dict[str, Tensor]:
     """See :meth:`cost_mtl.merging.TaskVector.apply_to`."""
     check_policy(buffers)
+    scale = checked_factor(scale, "scale")
     if buffers == "recalibrate" and not (isinstance(base, nn.Module) and batches is not None):
         raise ValueError('buffers: "recalibrate" needs a module as base, and batches')
     if buffers != "recalibrate" and batches is not None:

@@ -24,8 +24,9 @@ def check_output(path: Path, overwrite: bool) -> None:
 def atomic_path(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary path beside ``path``; what was written there takes its place when the body ends without error.
 
-    On any error, and on Ctrl-C, nothing is left of it and an earlier file is untouched.
+    On any error, and on Ctrl-C, nothing is left of it and an earlier file is untouched. A symbolic link is followed.
     """
+    path = path.resolve()
     check_output(path, overwrite)
     if path.is_dir():
         raise IsADirectoryError(f"out: expected a file, {path} is a folder")
@@ -45,6 +46,7 @@ def atomic_path(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """The same for a whole folder. An earlier folder is moved aside first, and comes back if the move fails."""
+    path = path.resolve()
     check_output(path, overwrite)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"out: expected a folder, {path} is a file")
@@ -66,7 +68,11 @@ def _swap_in(staging: Path, path: Path) -> None:
         os.replace(staging, path)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.absolute().parent))
-    os.replace(path, aside)
+    try:
+        os.replace(path, aside)
+    except BaseException:  # a mount point, say
+        aside.rmdir()
+        raise
     try:
         os.replace(staging, path)
     except BaseException:

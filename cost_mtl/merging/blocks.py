@@ -10,7 +10,17 @@ from torch import Tensor
 
 from cost_mtl.merging.source import TensorInfo
 
-__all__ = ["LazyBlocks", "add_block", "all_finite", "compute_dtype", "dot", "shape_of", "subtract", "weighted_sum"]
+__all__ = [
+    "LazyBlocks",
+    "add_block",
+    "all_finite",
+    "checked_factor",
+    "compute_dtype",
+    "dot",
+    "shape_of",
+    "subtract",
+    "weighted_sum",
+]
 
 _CHUNK = 1 << 20
 """Elements converted to float64 at a time in :func:`dot`: 8 MiB."""
@@ -41,6 +51,18 @@ class LazyBlocks(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.infos)
+
+
+def checked_factor(value: float, name: str) -> float:
+    """The factor as a float.
+
+    Raises:
+        ValueError: it is not finite, or too large for float32; ``name`` says which argument it is.
+    """
+    factor = float(value)
+    if not abs(factor) <= torch.finfo(torch.float32).max:  # False for NaN
+        raise ValueError(f"{name}: expected a finite number that float32 can hold, got {factor:g}")
+    return factor
 
 
 def shape_of(blocks: Mapping[str, Tensor], block: str) -> TensorInfo:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from cost_mtl._version import __version__
 from cost_mtl.merging.apply import block_keys, merged_tensor, warn_about_statistics
 from cost_mtl.merging.atomic import check_output
-from cost_mtl.merging.blocks import compute_dtype, shape_of
+from cost_mtl.merging.blocks import checked_factor, compute_dtype, shape_of
 from cost_mtl.merging.checkpoint import INDEX_SUFFIX, CheckpointSource, ShardFile
 from cost_mtl.merging.keys import KeyPolicy, is_statistic
 from cost_mtl.merging.source import TensorInfo
@@ -72,7 +73,7 @@ def merge_checkpoint(
         scale: the factor.
         buffers: BatchNorm's running statistics: "keep" the base's or "average" the models'. To recalibrate them, load
             the result and call :func:`cost_mtl.merging.recalibrate_batchnorm`.
-        dtype: that of the weights written; default: the base's.
+        dtype: that of the weights written, and what a copied ``config.json`` then names; default: the base's.
         overwrite: replace what is at ``out``.
         note: kept in the files' metadata, beside this package's version: how the merge was made.
         on_tensor: called with each key that is done, for a progress bar.
@@ -81,6 +82,7 @@ def merge_checkpoint(
         ValueError, FileExistsError, FileNotFoundError: see the above; also a result that is not finite in ``dtype``.
     """
     check_policy(buffers, ("keep", "average"))
+    scale = checked_factor(scale, "scale")
     if dtype is not None:
         compute_dtype(dtype)
     target = Path(out)
@@ -114,7 +116,7 @@ def merge_checkpoint(
         read,
         index_name=base.index_name or None,
         index_metadata=_index_metadata(base, added),
-        copies=[] if target.suffix == ".safetensors" else _companions(base),
+        companions={} if target.suffix == ".safetensors" else _companions(base, dtype),
         overwrite=overwrite,
     )
 
@@ -142,9 +144,35 @@ def _index_metadata(base: CheckpointSource, added: Sequence[str]) -> dict[str, A
     return metadata
 
 
-def _companions(base: CheckpointSource) -> list[Path]:
-    return [
+def _companions(base: CheckpointSource, dtype: torch.dtype | None) -> dict[str, Callable[[], bytes]]:
+    """What stands beside the base's weights; the dtype that its configuration names becomes the one written."""
+    files = [
         file
         for file in sorted(base.folder.iterdir())
         if file.is_file() and file.suffix in _COPIED and not file.name.endswith(INDEX_SUFFIX)
     ]
+    content: dict[str, Callable[[], bytes]] = {file.name: file.read_bytes for file in files}
+    if dtype is not None and "config.json" in content:
+        content["config.json"] = partial(_config_in, base.folder / "config.json", str(dtype).removeprefix("torch."))
+    return content
+
+
+def _config_in(path: Path, dtype: str) -> bytes:
+    """A transformers configuration that says ``dtype`` wherever it says one, or the file as it is if it is none."""
+    raw = path.read_bytes()
+    try:
+        config = json.loads(raw)
+    except ValueError:
+        return raw
+    changed = _with_dtype(config, dtype)
+    return raw if changed == config else (json.dumps(changed, indent=2) + "\n").encode()
+
+
+def _with_dtype(config: Any, dtype: str) -> Any:
+    # "torch_dtype" is the older name; a model of several parts has a configuration for each inside.
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: dtype if key in ("dtype", "torch_dtype") and isinstance(value, str) else _with_dtype(value, dtype)
+        for key, value in config.items()
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ def write_checkpoint(
     *,
     index_name: str | None = None,
     index_metadata: Mapping[str, Any] | None = None,
-    copies: Iterable[Path] = (),
+    companions: Mapping[str, Callable[[], bytes]] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Writes shards one after the other, tensor by tensor: what is in memory is what ``read`` works with.
@@ -67,7 +67,7 @@ def write_checkpoint(
         read: key -> tensor.
         index_name: the index's name; None writes none. Its ``total_size`` is counted here.
         index_metadata: further entries of the index's ``metadata``.
-        copies: files to copy into the folder.
+        companions: further files of the folder: name -> what gives their content.
         overwrite: replace what is there.
 
     Raises:
@@ -82,8 +82,8 @@ def write_checkpoint(
         return
     with atomic_folder(out, overwrite=overwrite) as folder:
         sizes = [_write_shard(folder / shard.filename, shard, infos, read) for shard in shards]
-        for file in copies:
-            (folder / file.name).write_bytes(file.read_bytes())
+        for name, content in (companions or {}).items():
+            (folder / name).write_bytes(content())
         if index_name is not None:
             index = {
                 "metadata": {**(index_metadata or {}), "total_size": sum(sizes)},

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_mtl.merging.apply import apply_vector
-from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, dot, shape_of, weighted_sum
+from cost_mtl.merging.blocks import LazyBlocks, checked_factor, compute_dtype, dot, shape_of, weighted_sum
 from cost_mtl.merging.difference import difference
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.keys import KeyPolicy
@@ -124,14 +124,18 @@ class TaskVector:
     def __mul__(self, scale: float) -> TaskVector:
         if not isinstance(scale, Real):
             return NotImplemented
-        return self.map_blocks(lambda _, tau: tau * float(scale))
+        factor = checked_factor(scale, "scale")
+        return self.map_blocks(lambda _, tau: tau * factor)
 
     __rmul__ = __mul__
 
     def __truediv__(self, scale: float) -> TaskVector:
         if not isinstance(scale, Real):
             return NotImplemented
-        return self.map_blocks(lambda _, tau: tau / float(scale))
+        divisor = checked_factor(scale, "divisor")
+        if divisor == 0:
+            raise ZeroDivisionError("task vector divided by zero")
+        return self.map_blocks(lambda _, tau: tau / divisor)
 
     def scale_blocks(self, coefficients: Mapping[str, float]) -> TaskVector:
         """Λ τ: each block times its coefficient.
@@ -145,7 +149,8 @@ class TaskVector:
         wrong = sorted(set(coefficients) ^ set(self.blocks))
         if wrong:
             raise ValueError(f"coefficients: expected one for each block of the vector; {wrong[0]!r} is in only one")
-        return self.map_blocks(lambda block, tau: tau * float(coefficients[block]))
+        factors = {block: checked_factor(value, f"coefficients[{block!r}]") for block, value in coefficients.items()}
+        return self.map_blocks(lambda block, tau: tau * factors[block])
 
     def map_blocks(self, function: Callable[[str, Tensor], Tensor]) -> TaskVector:
         """A vector of ``function(block, tensor)``, shape and dtype kept: lazily where this vector is lazy."""
@@ -263,8 +268,9 @@ def combine(vectors: Sequence[TaskVector], weights: Sequence[float]) -> TaskVect
         raise ValueError(f"weights: expected one for each of the {len(vectors)} vectors, got {len(weights)}")
     holders: dict[str, list[tuple[float, TaskVector]]] = {}
     for weight, vector in zip(weights, vectors, strict=True):
+        factor = checked_factor(weight, "weights")
         for block in vector.blocks:
-            holders.setdefault(block, []).append((float(weight), vector))
+            holders.setdefault(block, []).append((factor, vector))
 
     def compute(block: str) -> Tensor:
         infos = [shape_of(vector.blocks, block) for _, vector in holders[block]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, shape_of
+from cost_mtl.merging.blocks import LazyBlocks, checked_factor, compute_dtype, shape_of
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.source import TensorInfo
 from cost_mtl.merging.task_vector import TaskVector
@@ -33,7 +33,7 @@ def ties(vectors: Sequence[TaskVector], density: float = 0.2, weights: Sequence[
     check_density(density)
     if not vectors:
         raise ValueError("vectors: expected at least one task vector, got none")
-    factors = torch.tensor([1.0] * len(vectors) if weights is None else list(weights))
+    factors = torch.tensor([1.0] * len(vectors) if weights is None else [checked_factor(w, "weights") for w in weights])
     if factors.shape != (len(vectors),):
         raise ValueError(f"weights: expected one for each of the {len(vectors)} vectors, got {len(factors)}")
     infos = _infos(vectors)

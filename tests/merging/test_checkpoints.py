@@ -304,3 +304,39 @@ def test_statistics_on_disk(tmp_path, normed, perturb):
     assert averaged["1.num_batches_tracked"].dtype == torch.int64
     with pytest.raises(ValueError, match="buffers: expected one of keep, average, got 'recalibrate'"):
         merge(paths, tmp_path / "x.safetensors", buffers="recalibrate")
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_symbolic_link_is_written_through(folders, tmp_path, state, single):
+    paths, _ = folders
+    name = "real.safetensors" if single else "real"
+    if single:
+        paths = [tmp_path / f"{seed}.safetensors" for seed in range(2)]
+        for seed, path in enumerate(paths):
+            save_file(state(seed), path)
+    merge(paths, tmp_path / name)
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / name
+    link.symlink_to(tmp_path / name)
+    before = listing(tmp_path)
+    merge(paths, link, scale=0.25, overwrite=True)
+    assert listing(tmp_path) == before
+    assert link.is_symlink()
+    source = CheckpointSource(tmp_path / name, "out")
+    assert json.loads(source.metadata["cost_mtl"])["scale"] == 0.25
+
+
+def test_a_folder_that_cannot_be_moved_is_left_as_it_was(folders, tmp_path, monkeypatch):
+    paths, _ = folders
+    merge(paths, tmp_path / "out")
+    before, replace = listing(tmp_path), os.replace
+
+    def refuse(source, target):
+        if Path(source) == tmp_path / "out":  # a mount point
+            raise OSError(errno.EBUSY, "busy")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="busy"):
+        merge(paths, tmp_path / "out", scale=0.25, overwrite=True)
+    assert listing(tmp_path) == before

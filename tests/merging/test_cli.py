@@ -63,6 +63,17 @@ def test_weights_and_negation(files):
     torch.testing.assert_close(load_file(folder / "out.safetensors")["a.weight"], expected["a.weight"])
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "1e39"])
+@pytest.mark.parametrize("method", ["task_arithmetic", "average", "ties", "dare", "breadcrumbs"])
+def test_factors_that_no_weight_can_take_are_one_line(files, capsys, method, value):
+    folder, _ = files
+    before = sorted(os.listdir(folder))
+    for option, words_of in (("--scale", [value]), ("--weights", ["1", value])):
+        assert main(words(folder, option, *words_of, "--method", method)) == 1
+        assert re.fullmatch(rf"cost-mtl merge: error: {option[2:]}: expected a finite .*\n", capsys.readouterr().err)
+        assert sorted(os.listdir(folder)) == before
+
+
 def test_dry_run_reports_and_writes_nothing(files, capsys):
     folder, states = files
     before = sorted(os.listdir(folder))

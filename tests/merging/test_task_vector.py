@@ -312,3 +312,18 @@ def test_a_vector_in_memory_does_not_follow_the_models(mlp, perturb):
         parameter.data.zero_()
     exact(before, dict(tau.blocks))
     assert tau.base_hash == known
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
+def test_factors_that_no_weight_can_take_are_refused_by_name(state, value):
+    base, tau = state(0), TaskVector(state(0), state(1))
+    with pytest.raises(ValueError, match="scale: expected a finite number"):
+        tau.apply_to(base, value)
+    with pytest.raises(ValueError, match="scale: expected a finite number"):
+        value * tau
+    with pytest.raises(ValueError, match="weights: expected a finite number"):
+        combine([tau, tau], [1.0, value])
+    with pytest.raises(ValueError, match=r"coefficients\['.*'\]: expected a finite number"):
+        tau.scale_blocks(dict.fromkeys(tau.blocks, value))
+    with pytest.raises(ZeroDivisionError):
+        tau / 0

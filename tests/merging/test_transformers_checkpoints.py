@@ -47,6 +47,16 @@ def test_a_sharded_checkpoint_is_merged_and_loads_again(gpt2):
         torch.testing.assert_close(merged, (value.double() + 0.5 * change).to(torch.bfloat16), rtol=0.01, atol=1e-3)
 
 
+def test_another_dtype_is_what_the_configuration_says(gpt2):
+    folder, _ = gpt2
+    argv = ["merge", "--base", str(folder / "base"), "--models", str(folder / "one"), "--quiet"]
+    for dtype in ("float16", "float32"):
+        assert main([*argv, "--dtype", dtype, "--out", str(folder / dtype)]) == 0
+        assert str(transformers.GPT2LMHeadModel.from_pretrained(folder / dtype).dtype) == f"torch.{dtype}"
+        config, original = (json.loads((folder / name / "config.json").read_text()) for name in (dtype, "base"))
+        assert config == original | {"dtype": dtype}
+
+
 def test_the_file_and_the_live_model_are_one_base(gpt2):
     folder, models = gpt2
     from_files = TaskVector(folder / "base", folder / "one")
