@@ -39,6 +39,11 @@ def detached(value: Any) -> Any:
     return copy.copy(value)
 
 
+def name_of(weighting: Any) -> str:
+    """What a checkpoint calls a weighting: the class that the user has chosen, without our adapter around it."""
+    return type(getattr(weighting, "weighting", weighting)).__name__
+
+
 def beside(value: Any, batch: Any) -> Any:
     """A remembered batch with its tensors on the devices that the current batch's are on: a checkpoint that was loaded
     with ``map_location="cpu"`` brings batches along that are not."""
@@ -83,17 +88,20 @@ class Progress:
     memory: list[tuple[Any, ...]] = field(default_factory=list)
     iterates: list[Tensor] = field(default_factory=list)
 
-    def pack(self) -> dict[str, Any]:
-        """For ``state_dict()["cost"]``. Batches that ``torch.load(weights_only=True)`` would refuse are counted, not
-        saved."""
+    def pack(self, method: str) -> dict[str, Any]:
+        """For ``state_dict()["cost"]``; ``method`` names the weighting whose state it is.
+
+        Batches that ``torch.load(weights_only=True)`` would refuse are counted, not saved.
+        """
         packed = {f.name: detached(getattr(self, f.name)) for f in fields(self) if f.name != "memory"}
         savable = all(is_plain(batch) for batch in self.memory)
         packed["memory"] = [detached(batch) for batch in self.memory] if savable else []
-        return packed | {"version": VERSION, "memory_lost": 0 if savable else len(self.memory)}
+        return packed | {"version": VERSION, "method": method, "memory_lost": 0 if savable else len(self.memory)}
 
     @classmethod
-    def unpack(cls, state: Any) -> Progress:
-        """Read what :meth:`pack` made.
+    def unpack(cls, state: Any, method: str) -> Progress:
+        """Read what :meth:`pack` made. The state of another weighting than ``method`` is left out: the coming step
+        then starts this one's.
 
         Raises:
             ValueError: it is something else, or of another version.
@@ -102,7 +110,7 @@ class Progress:
             raise ValueError(f"state_dict['cost']: expected what COST.state_dict() made, got {type(state).__name__}")
         if state["version"] != VERSION:
             raise ValueError(f"state_dict['cost']: expected version {VERSION}, got version {state['version']}")
-        missing = [f.name for f in fields(cls) if f.name not in state]
+        missing = [name for name in ("method", "memory_lost", *(f.name for f in fields(cls))) if name not in state]
         if missing:
             raise ValueError(f"state_dict['cost']: incomplete, without {missing}")
         if state["memory_lost"]:
@@ -111,4 +119,13 @@ class Progress:
                 "teleports start with an empty memory, so this run will not be the undisturbed one bit for bit",
                 stacklevel=3,
             )
-        return cls(**{f.name: detached(state[f.name]) for f in fields(cls)})
+        progress = cls(**{f.name: detached(state[f.name]) for f in fields(cls)})
+        if state["method"] != method:
+            if progress.weighting:
+                warnings.warn(
+                    f"state_dict['cost']: the weighting's state is {state['method']}'s, and this is {method}: it "
+                    "starts anew",
+                    stacklevel=3,
+                )
+            progress.weighting, progress.weights, progress.num_tasks = {}, None, None
+        return progress

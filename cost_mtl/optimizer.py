@@ -22,7 +22,7 @@ from cost_mtl.base import (
     Weighed,
     WeightingInputs,
 )
-from cost_mtl.checkpoint import Progress, beside
+from cost_mtl.checkpoint import Progress, beside, name_of
 from cost_mtl.compiled import as_it_is, keep_saved_tensors
 from cost_mtl.evaluation import (
     Evaluation,
@@ -444,10 +444,10 @@ class COST(OptimizerWrapper):
             p.grad = None
 
     def _extra_state(self) -> dict[str, Any]:
-        return self.progress.pack()
+        return self.progress.pack(name_of(self.weighting))
 
     def _read_extra(self, extra: Any) -> Progress:
-        return Progress() if extra is None else Progress.unpack(extra)
+        return Progress() if extra is None else Progress.unpack(extra, name_of(self.weighting))
 
     def _adopt_extra(self, extra: Progress) -> None:
         device = held_by(self.base)[0].device

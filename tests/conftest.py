@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+torch.set_num_threads(1)  # here, since fixtures of a whole module run before those of a single test
+
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed():

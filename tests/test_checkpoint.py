@@ -1,89 +1,17 @@
 """Stopped anywhere and resumed from its checkpoint, a run ends bit for bit as the undisturbed one."""
 
 import copy
-import io
-import multiprocessing
-import os
-import random
-import signal
-import time
 import warnings
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import cost_mtl
-from cost_mtl import COST, DenseTeleporter, LoRATeleporter, TeleportSchedule
+from cost_mtl import LoRATeleporter
 from cost_mtl import weighting as weightings
 from cost_mtl.checkpoint import Progress, beside, is_plain
 from tests.nets import convnet, data, flat, losses, mlp
-
-
-def always(M):
-    return True
-
-
-class Run:
-    """A small training run whose whole state is one dict."""
-
-    def __init__(self, model=None, *, weighting=None, extra=(), shape=(2, 8, 8), base=torch.optim.AdamW, **settings):
-        self.model = convnet() if model is None else model
-        self.shape = shape
-        base = base([*self.model.parameters(), *extra], lr=0.01)
-        settings = {
-            "trigger": always,
-            "schedule": TeleportSchedule(start=2, cooldown=2),
-            "teleporter": DenseTeleporter(),
-        } | settings
-        self.optimizer = COST(base, self.model, weighting=weighting or cost_mtl.FairGrad(2.0), **settings)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
-        self.step = 0
-        torch.manual_seed(5)
-        np.random.seed(5)
-        random.seed(5)
-
-    def train(self, until):
-        while self.step < until:
-            x, ys = data(2, 8, seed=self.step, shape=self.shape)
-            self.optimizer.step(lambda x, ys: losses(self.model, x, ys), x, ys)
-            self.scheduler.step()
-            self.step += 1
-
-    def save(self):
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "random": torch.get_rng_state(),
-            "step": self.step,
-        }
-
-    def load(self, saved):
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.scheduler.load_state_dict(saved["scheduler"])
-        torch.set_rng_state(saved["random"])
-        self.step = saved["step"]
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def as_bytes(state):
-    """The whole state as bytes, for a comparison bit for bit (NaN included)."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(state, dict):
-        return {k: as_bytes(v) for k, v in state.items()}
-    if isinstance(state, list | tuple):
-        return [as_bytes(v) for v in state]
-    return state
+from tests.resuming import Run, as_bytes, through_a_file
 
 
 @pytest.fixture(scope="module")
@@ -279,62 +207,28 @@ def test_a_checkpoint_of_another_kind_is_refused_before_anything_is_loaded(state
     assert as_bytes(run.save()) == before
 
 
+@pytest.mark.parametrize(
+    ("saved", "resumed", "said"),
+    [("DWA", "FAMO", 1), ("FAMO", "NashMTL", 1), ("NashMTL", "FAMO", 0), ("CAGrad", "NashMTL", 0)],
+)
+def test_another_weighting_than_the_checkpoints_starts_anew(saved, resumed, said):
+    run = make_run(saved)
+    run.train(4)
+    state = through_a_file(run.save())
+    other = make_run(resumed, seed=9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other.load(copy.deepcopy(state))
+    assert [f"state is {saved}'s, and this is {resumed}" in str(w.message) for w in caught] == [True] * said
+    plain = make_run(resumed, seed=9)  # the same run, told nothing of a weighting
+    state["optimizer"]["cost"] |= {"method": resumed, "weighting": {}, "num_tasks": None}
+    plain.load(state)
+    for r in (other, plain):
+        r.train(7)
+    assert as_bytes(other.save()) == as_bytes(plain.save())
+    assert other.optimizer.progress.step == 7
+
+
 def test_progress_survives_its_own_round_trip():
     progress = Progress(step=3, skipped=1, attempts=2, last_attempt=1, sigma=0.5, shared=[0, 2])
-    assert Progress.unpack(progress.pack()) == progress
-
-
-# ------------------------------------------------------------------------------------ killed
-
-
-STEPS, SAVE_EVERY, KILLS = 300, 10, 10
-
-
-def killable_run():
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8))
-    torch.manual_seed(0)
-    net = mlp(2)
-    net.trunk = model
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.4)
-    return Run(net, shape=(6,), schedule=TeleportSchedule(start=20, cooldown=15))
-
-
-def life(path, reached):
-    """One process: from the last checkpoint as far as it gets."""
-    torch.set_num_threads(1)
-    run = killable_run()
-    if os.path.exists(path):
-        run.load(torch.load(path, weights_only=True))
-    while run.step < STEPS:
-        run.train(run.step + 1)
-        if run.step % SAVE_EVERY == 0:
-            torch.save(run.save(), path + ".new")
-            os.replace(path + ".new", path)  # a checkpoint is there as a whole or not at all
-        reached.value = run.step
-
-
-def test_killed_ten_times_at_random_moments(tmp_path):
-    context = multiprocessing.get_context("fork")
-    chance = random.Random(7)
-    path = str(tmp_path / "checkpoint.pt")
-    for target in sorted(chance.sample(range(1, STEPS - 5), KILLS)):
-        reached = context.Value("i", 0)
-        process = context.Process(target=life, args=(path, reached))
-        process.start()
-        while reached.value < target and process.is_alive():
-            time.sleep(0.001)
-        time.sleep(chance.uniform(0, 0.02))  # in the middle of a step, a teleport or the writing of a checkpoint
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-    reached = context.Value("i", 0)
-    process = context.Process(target=life, args=(path, reached))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-
-    run = killable_run()
-    run.train(STEPS)
-    assert as_bytes(torch.load(path, weights_only=True)) == as_bytes(run.save())
-    assert run.optimizer.progress.attempts >= 10
+    assert Progress.unpack(progress.pack("FAMO"), "FAMO") == progress
