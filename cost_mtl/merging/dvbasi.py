@@ -15,6 +15,7 @@ Algebra: δ_{m+1} = (I + Λ_m) δ_m, so the iteration stays among the block-wise
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,8 @@ class DVBASI:
     def __post_init__(self) -> None:
         if self.iterations < 1:
             raise ValueError(f"iterations: expected at least 1, got {self.iterations}")
+        if not math.isfinite(self.init):
+            raise ValueError(f"init: expected a finite number, got {self.init}")
         if self.direction not in _DIRECTIONS:
             raise ValueError(f"direction: expected one of {', '.join(_DIRECTIONS)}, got {self.direction!r}")
 
