@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ablation_arms import ARMS, MAIN
+from ablation_problems import steps_per_epoch
 from ablation_run import Settings
 from reporting import Table, delta_m, mean_and_error, write_whole  # of examples/, which problems.py has put on the path
 
@@ -68,15 +69,23 @@ class Results:
         epoch = math.ceil(THRESHOLD_AT * max(map(len, curves))) - 1
         return math.exp(statistics.mean(math.log(curve[epoch]) for curve in curves if len(curve) > epoch))
 
-    def epochs_to(self, setting: Setting, arm: str) -> dict[int, float]:
-        """Epochs until the training loss is at the threshold; the whole training where it never is."""
+    def steps_to(self, setting: Setting, arm: str) -> dict[int, float]:
+        """Steps until the training loss is at the threshold; the whole training where it never is."""
         bound = self.threshold(setting)
         runs = self.runs[setting].get(arm, {})
         found = {}
         for seed, record in runs.items():
+            s = record["settings"]
             reached = epochs_until(record["train_loss"], bound)
-            found[seed] = float(record["settings"]["epochs"]) if reached is None else reached
+            epochs = s["epochs"] if reached is None else reached
+            found[seed] = float(epochs * steps_per_epoch(s["problem"], smoke=s["smoke"]))
         return found
+
+    def never(self, setting: Setting, arm: str) -> int:
+        """Runs whose training loss never gets there."""
+        bound = self.threshold(setting)
+        runs = self.runs[setting].get(arm, {}).values()
+        return sum(epochs_until(record["train_loss"], bound) is None for record in runs)
 
 
 def epochs_until(curve: Sequence[float], bound: float) -> float | None:
@@ -121,9 +130,9 @@ def _label(setting: Setting) -> str:
 
 def main_table(results: Results, kind: str) -> Table:
     """Differences from the plain runs of the same seeds, in Delta_m (``"delta_m"``, points) or in the time to the
-    fixed training loss (``"epochs"``, percent of the plain runs' mean)."""
+    fixed training loss (``"steps"``, percent of the plain runs' mean)."""
     controls = [arm for arm in MAIN if arm != "plain"]
-    unit = "Δm %" if kind == "delta_m" else "epochs"
+    unit = "Δm %" if kind == "delta_m" else "steps"
     rows = []
     for setting in results.runs:
         values = _values(results, setting, kind, MAIN)
@@ -139,7 +148,7 @@ def main_table(results: Results, kind: str) -> Table:
 
 
 def _values(results: Results, setting: Setting, kind: str, arms: Iterable[str]) -> dict[str, dict[int, float]]:
-    of = results.delta_m if kind == "delta_m" else results.epochs_to
+    of = results.delta_m if kind == "delta_m" else results.steps_to
     return {arm: of(setting, arm) for arm in arms}
 
 
@@ -180,8 +189,8 @@ def axes_table(results: Results, setting: Setting) -> Table:
     """Every arm of one setting: differences from plain and from COST's defaults, with what the teleports did."""
     arms = [arm for arm in ARMS if arm in results.runs[setting]]
     dm = _values(results, setting, "delta_m", arms)
-    epochs = _values(results, setting, "epochs", arms)
-    scale = 100 / statistics.mean(epochs["plain"].values())
+    steps = _values(results, setting, "steps", arms)
+    scale = 100 / statistics.mean(steps["plain"].values())
     rows = []
     for arm in arms:
         if arm == "plain":
@@ -190,10 +199,10 @@ def axes_table(results: Results, setting: Setting) -> Table:
         rows.append([
             arm, ARMS[arm].text, str(len(records)), cell(paired(dm["plain"], dm[arm])),
             "" if arm == "cost" else cell(paired(dm["cost"], dm[arm])),
-            cell([scale * d for d in paired(epochs["plain"], epochs[arm])]),
+            cell([scale * d for d in paired(steps["plain"], steps[arm])]),
             " / ".join(_means(records)[:2]), *_means(records)[2:5],
         ])  # fmt: skip
-    header = ["arm", "what", "seeds", "Δm − plain", "Δm − cost", "epochs %", "tried / accepted", "share of time",
+    header = ["arm", "what", "seeds", "Δm − plain", "Δm − cost", "steps %", "tried / accepted", "share of time",
               "length", "drift, held out"]  # fmt: skip
     return Table(header, rows)
 
@@ -201,7 +210,7 @@ def axes_table(results: Results, setting: Setting) -> Table:
 def summary(results: Results) -> str:
     """How many settings lie beyond two standard errors, on which side, for COST and its controls."""
     lines = []
-    for kind, what in (("delta_m", "Δm"), ("epochs", "epochs to the fixed loss")):
+    for kind, what in (("delta_m", "Δm"), ("steps", "steps to the fixed loss")):
         for arm in MAIN[1:]:
             found = {
                 s: paired(*(_values(results, s, kind, ("plain", arm))[a] for a in ("plain", arm))) for s in results.runs
@@ -223,8 +232,8 @@ def report(records: Sequence[dict[str, Any]], plot: Path | None = None) -> str:
         main = Results({s: {a: arms[a] for a in MAIN} for s, arms in complete.items()}, results.baselines)
         parts += [
             "Δm, difference from plain in points (lower is better):", main_table(main, "delta_m").markdown(),
-            "Epochs to the fixed training loss, difference from plain in percent:",
-            main_table(main, "epochs").markdown(), summary(main), "",
+            "Steps to the fixed training loss, difference from plain in percent:",
+            main_table(main, "steps").markdown(), summary(main), "",
             "Teleports:", teleport_table(main, complete, MAIN[1:]).markdown(),
         ]  # fmt: skip
         if plot is not None:
@@ -248,7 +257,7 @@ def draw(results: Results, path: Path) -> None:
     settings = list(results.runs)
     figure = Figure(figsize=(11, 1.5 + 0.5 * len(settings)), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for axis, kind, text in ((axes[0], "delta_m", "Δm, points"), (axes[1], "epochs", "epochs to a fixed loss, %")):
+    for axis, kind, text in ((axes[0], "delta_m", "Δm, points"), (axes[1], "steps", "steps to a fixed loss, %")):
         for offset, arm in zip((-0.22, 0.0, 0.22), MAIN[1:], strict=True):
             points = []
             for row, setting in enumerate(settings):

@@ -20,7 +20,7 @@ import ablation_arms
 import ablation_report
 import ablation_run
 from ablation_arms import NoMove, Placebo, cost_move, random_move
-from ablation_problems import Study, load
+from ablation_problems import Study, load, steps_per_epoch
 from ablation_report import Results, cell, epochs_until, paired
 from ablation_run import Settings, build, train
 
@@ -207,6 +207,12 @@ def test_training_that_breaks_down_is_recorded_as_such(study: Study) -> None:
 # ------------------------------------------------------------------------------------------------ arithmetic
 
 
+@pytest.mark.parametrize("name", ["qm9", "multimnist"])
+def test_steps_per_epoch_are_those_of_the_data(name: str, tmp_path: Path) -> None:
+    problem = load(name, smoke=True, data_dir=tmp_path).problem
+    assert steps_per_epoch(name, smoke=True) == problem.steps_per_epoch
+
+
 def test_time_to_a_loss_is_exact_on_an_exponential() -> None:
     """L(t) = exp(-t), sampled at the middle of each epoch, is at exp(-2.2) after 2.2 epochs."""
     curve = [math.exp(-(e + 0.5)) for e in range(6)]
@@ -257,10 +263,11 @@ def test_time_to_the_fixed_loss_is_set_by_the_plain_runs() -> None:
     results = Results.of(synthetic())
     setting = ("qm9", "cagrad", "adam")
     assert results.threshold(setting) == pytest.approx(math.exp(-2.5))
-    assert list(results.epochs_to(setting, "plain").values()) == pytest.approx([2.5] * 4)
-    assert list(results.epochs_to(setting, "cost").values()) == pytest.approx([1.25] * 4)
+    assert list(results.steps_to(setting, "plain").values()) == pytest.approx([2.5 * 45] * 4)
+    assert list(results.steps_to(setting, "cost").values()) == pytest.approx([1.25 * 45] * 4)
     results.runs[setting]["cost"][0]["train_loss"] = [9.0] * 4
-    assert results.epochs_to(setting, "cost")[0] == 4.0
+    assert results.steps_to(setting, "cost")[0] == 4 * 45
+    assert [results.never(setting, arm) for arm in ("plain", "cost")] == [0, 1]
 
 
 def test_pooled_differences_count_seeds_not_runs() -> None:
