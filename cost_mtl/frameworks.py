@@ -20,3 +20,14 @@ def refuse_accumulation() -> None:
             "micro-batch of each. Hand them over together, optimizer.step([closure, closure, ...]), and leave "
             "gradient_accumulation_steps at 1"
         )
+
+
+def advice() -> str:
+    """What to do in Lightning, whose automatic optimization hands over a closure that has called backward() already;
+    nothing where it is not used."""
+    if not any(name in sys.modules for name in ("lightning", "pytorch_lightning")):
+        return ""
+    return (
+        " In Lightning's automatic optimization the closure calls backward() itself: set self.automatic_optimization = "
+        "False and call optimizer.step(closure, *batch) in training_step (examples/lightning_module.py shows how)."
+    )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from cost_mtl.frameworks import advice
 from cost_mtl.precision import no_autocast
 
 EXPECTED = (
@@ -83,7 +84,7 @@ def no_graph(tasks: TaskLosses) -> str:
     """The message for losses that nothing can be learned from."""
     return (
         f"{EXPECTED}; none of the {len(tasks)} losses has a graph (requires_grad is False): were they detached, turned "
-        "into numbers, or computed under no_grad?"
+        f"into numbers, or computed under no_grad?{advice()}"
     )
 
 
@@ -164,6 +165,19 @@ def backward(
     inputs: Sequence[Tensor] | None,
     retain_graph: bool,
 ) -> None:
-    """One backward pass from several roots; ``seeds[i]`` [] is the factor of ``roots[i]``."""
-    with no_autocast():
-        torch.autograd.backward(list(roots), list(seeds), retain_graph=retain_graph, inputs=inputs)  # type: ignore[arg-type]
+    """One backward pass from several roots; ``seeds[i]`` [] is the factor of ``roots[i]``.
+
+    Raises:
+        RuntimeError: what the graph had saved is gone.
+    """
+    try:
+        with no_autocast():
+            torch.autograd.backward(list(roots), list(seeds), retain_graph=retain_graph, inputs=inputs)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+        raise RuntimeError(
+            "closure: the graph of its losses was freed before COST's backward passes. Does it call backward() itself, "
+            "or return losses that are computed outside of it? It should compute the K losses, each time it is called, "
+            "and return them; step makes the backward passes"
+        ) from error

@@ -233,6 +233,25 @@ def test_hooks_that_update_during_the_backward_pass_are_refused():
     assert calls == []
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_closure_that_calls_backward_itself_is_told_not_to(every):
+    """A habit from torch.optim's closures."""
+    model, optimizer = trained("raise", steps=1, every=every)
+    before = everything(model, optimizer)
+    x, ys = data(3)
+
+    def closure():
+        optimizer.zero_grad()
+        values = losses(model, x, ys)
+        sum(values).backward()
+        return values
+
+    with pytest.raises(RuntimeError, match=r"Does it call backward\(\) itself"):
+        optimizer.step(closure)
+    assert everything(model, optimizer) == before
+    optimizer.step(lambda: losses(model, x, ys))
+
+
 @pytest.mark.parametrize("shared", ["given", "found"])
 def test_complex_parameters_cannot_be_shared(shared):
     class Spectral(nn.Module):
