@@ -60,14 +60,12 @@ def project_conflicts(M: Tensor, orders: Tensor) -> Tensor:
         orders: row i is the order (a permutation of the K tasks) in which task i meets the others. All tasks take one
             step of their order at a time, so there are K rounds of [K]-sized work and nothing is read back.
     """
-    K = len(M)
-    tasks = torch.arange(K, device=M.device)
-    W = torch.eye(K, dtype=M.dtype, device=M.device)
-    diagonal = M.diagonal()
-    for others in orders.T:
+    tasks = torch.arange(len(M), device=M.device)
+    W = torch.eye(len(M), dtype=M.dtype, device=M.device)
+    norms = M.diagonal()[orders]
+    # -1 / ||g_j||^2; 0 where task i meets itself, or a task without gradient: nothing is taken off there.
+    factors = torch.where((orders != tasks[:, None]) & (norms > 0), -1 / norms, 0.0)
+    for others, factor in zip(orders.T, factors.T, strict=True):
         inner = (W * M[others]).sum(1)  # (sum_k W_ik g_k)^T g_j, j = others[i]
-        norm = diagonal[others]
-        conflict = (inner < 0) & (others != tasks) & (norm > 0)
-        step = torch.where(conflict, -inner / torch.where(norm > 0, norm, 1.0), 0.0)
-        W = W.scatter_add(1, others.unsqueeze(1), step.unsqueeze(1))
+        W.scatter_add_(1, others[:, None], (inner.clamp(max=0) * factor)[:, None])
     return W
