@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
 
 from cost_mtl.frameworks import advice
 from cost_mtl.precision import no_autocast
@@ -143,18 +143,30 @@ def refuse_reentrant_checkpoints(roots: Sequence[Tensor | GradientEdge | None]) 
     Raises:
         RuntimeError: the graph has such a node.
     """
+    if any(node.name() == "CheckpointFunctionBackward" for node in _graph(roots)):
+        raise RuntimeError(
+            "the model uses reentrant activation checkpointing, under which parameters get no task gradients: "
+            "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        )
+
+
+def other_parameters(roots: Sequence[Tensor | GradientEdge | None], known: Iterable[Tensor]) -> list[nn.Parameter]:
+    """Parameters that the losses reach beside the known ones."""
+    ids = {id(p) for p in known}
+    leaves = {id(leaf): leaf for leaf in (getattr(node, "variable", None) for node in _graph(roots))}
+    return [leaf for k, leaf in leaves.items() if k not in ids and isinstance(leaf, nn.Parameter)]
+
+
+def _graph(roots: Sequence[Tensor | GradientEdge | None]) -> Iterator[Node]:
+    """Every node of the graph."""
     nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots if root is not None]
-    seen = set()
+    seen: set[Node] = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            raise RuntimeError(
-                "the model uses reentrant activation checkpointing, under which parameters get no task gradients: "
-                "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
+        yield node
         nodes.extend(below for below, _ in node.next_functions)
 
 

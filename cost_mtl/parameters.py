@@ -95,6 +95,18 @@ def warn_about_weighting(own: Sequence[Tensor], base: Optimizer) -> None:
         )
 
 
+def warn_about_others(others: Sequence[Tensor]) -> None:
+    """Say that the losses reach parameters which get no gradient here."""
+    if others:
+        shapes = few([str(list(p.shape)) for p in others])
+        warnings.warn(
+            f"closure: the losses reach {len(others)} parameters (shapes {shapes}) that are neither in the model nor "
+            "in the base optimizer: they get no .grad. If they are to be trained (learned loss weights, say), give them "
+            "to the base optimizer; if not, requires_grad_(False) spares their gradients",
+            stacklevel=7,
+        )
+
+
 def few(names: Sequence[str], most: int = 5) -> str:
     """A list for an error message."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""

@@ -1,5 +1,7 @@
 """Memory formats, sparse embeddings, parameters outside of the model, learned loss weights."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -112,3 +114,26 @@ def test_shared_parameters_outside_of_the_model_and_learned_loss_weights_in_the_
         base.step()
     torch.testing.assert_close(flat(everything), flat(theirs), rtol=1e-4, atol=1e-6)
     assert float(logs.detach().abs().min()) > 0
+
+
+def test_parameters_in_neither_the_model_nor_the_base_are_said_once():
+    """A second optimizer over them would see no gradient, and do nothing without a word."""
+    model, logs, frozen = mlp(2), nn.Parameter(torch.zeros(2)), nn.Linear(6, 6).requires_grad_(False)
+    optimizer = COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk, teleporter=None)
+    x, ys = data(2)
+    x.requires_grad_()  # an input is no parameter
+
+    def closure():
+        return [v * torch.exp(-s) + s for v, s in zip(losses(model, frozen(x), ys), logs, strict=True)]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step(closure)
+        optimizer.step(closure)
+    (said,) = caught
+    assert "reach 1 parameters (shapes [2])" in str(said.message)
+    assert said.filename == __file__
+    inside = COST(torch.optim.SGD([*model.parameters(), logs], lr=0.1), model, shared=model.trunk, teleporter=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inside.step(closure)
