@@ -41,13 +41,15 @@ class Standpoint:
         problem, space: the landscape, and the coordinates of the move.
         batch: the batch that the objective is taken on.
         J: gradients [K, n] of the losses on it, in the coordinates.
-        epsilon: displacement of finite differences, as a length in theta.
+        length: ||theta|| before the move.
+        epsilon: displacement of finite differences relative to it.
     """
 
     problem: TeleportProblem
     space: Space
     batch: int
     J: Tensor
+    length: float
     epsilon: float
 
     def task_gradients(self) -> tuple[Tensor, Tensor]:
@@ -123,14 +125,14 @@ class OfGradients:
 
 
 def finite_differences(at: Standpoint, a: Tensor, tasks: list[list[int]]) -> Tensor:
-    """sum_r d <a_r, g_r> / d coordinates [n] as [grad L_r(theta + eps a_r / ||a_r||) - grad L_r(theta)] ||a_r|| / eps:
+    """sum_r d <a_r, g_r> / d coordinates [n] as [grad L_r(. + eps a_r / ||a_r||) - grad L_r(.)] ||a_r|| / eps:
     the Hessian-vector products that double backward would give, from one more pass each and without it."""
-    u = torch.zeros_like(at.J[0])
+    u, epsilon = torch.zeros_like(at.J[0]), at.epsilon * at.length
     for row, members in zip(a, tasks, strict=True):
         length = float(torch.linalg.vector_norm(row, dtype=torch.float64))
         if length > 0.0:
-            (moved,) = at.space.gradients_at(row * (at.epsilon / length), at.batch, [members])
-            u += (moved - at.J[members].sum(dim=0)) * (length / at.epsilon)
+            (moved,) = at.space.gradients_at(row * (epsilon / length), at.batch, [members])
+            u += (moved - at.J[members].sum(dim=0)) * (length / epsilon)
     return u
 
 
@@ -154,8 +156,7 @@ class Sharpness:
 
     def slope(self, at: Standpoint, /) -> Slope:
         G, M = at.task_gradients()
-        params = at.problem.params
-        radius = self.delta * float(torch.stack([torch.linalg.vector_norm(p.detach().double()) for p in params]).norm())
+        radius = self.delta * at.length
         lengths = M.diagonal().clamp_min(0).sqrt()
         here = at.space.losses_at(torch.zeros_like(G[0]), at.batch)
         chosen: list[tuple[Tensor, float, int]] = []

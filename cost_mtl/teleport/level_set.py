@@ -91,7 +91,7 @@ def climb(problem: TeleportProblem, space: Space, objective: Objective, rule: Ac
     J = torch.cat([ob.kept(row, rule.invariance) for row in rows])
     length = theta_norm(problem)
     kept = _Constraints(used, start, heldout, J, space.metric(torch.cat(rows)), rule, length)
-    slope = objective.slope(Standpoint(problem, space, 0, rows[0], settings.epsilon * length))
+    slope = objective.slope(Standpoint(problem, space, 0, rows[0], length, settings.epsilon))
     u = slope.gradient
     s = ob.project_out(J, u, kept.metric)
     phi = None

@@ -63,14 +63,14 @@ def descend(
     """``settings.steps`` Adam steps from phi = 0, the batches in turn. The model is left where they end."""
     used = used_batches(problem, settings.constraints)
     start = [problem.reference(batch) for batch in used]
-    epsilon = settings.epsilon * theta_norm(problem)
+    length = theta_norm(problem)
     phi: Tensor | None = None
     adam: torch.optim.Adam | None = None
     notes: dict[str, None] = {}
     for step in range(settings.steps):
         turn = step % len(used)
         losses, J = space.gradients(used[turn])
-        slope = objective.slope(Standpoint(problem, space, used[turn], J, epsilon))
+        slope = objective.slope(Standpoint(problem, space, used[turn], J, length, settings.epsilon))
         notes |= dict.fromkeys(slope.notes)
         if phi is None or adam is None:
             phi = torch.zeros_like(slope.gradient)
