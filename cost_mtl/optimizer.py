@@ -212,7 +212,7 @@ class COST(OptimizerWrapper):
         self._write(now, weighed)
         self._reuse_history(now.layout)
         scaling.step(self.scaler, self.base)
-        self._observe(thunks, weighed)
+        self._observe(thunks, now, weighed)
         self._finish(now, weighed, M, losses, conflict, teleport, batch)
         return losses
 
@@ -362,7 +362,7 @@ class COST(OptimizerWrapper):
         K = len(now.names)
         if now.weights is not None:
             return Weighed(now.weights, self.progress.weighting)
-        if K == 1 or not now.layout.params:
+        if not _is_weighed(now):
             return Weighed(torch.ones(K, dtype=M.dtype, device=M.device), self.progress.weighting)
         inputs = WeightingInputs(M, now.losses, now.gradients.matrix, self.progress.step)
         weighed = self.weighting.weigh(inputs, self.progress.weighting)
@@ -405,13 +405,13 @@ class COST(OptimizerWrapper):
             moments: Literal["first", "both"] = "both" if self.htr in ("paper", "reset") else "first"
             trajectory.reuse_trajectory_(self.base, layout.params, sigma, moments=moments)
 
-    def _observe(self, thunks: Sequence[Thunk], weighed: Weighed) -> None:
-        if not isinstance(self.weighting, ObservingWeighting) or self.progress.num_tasks == 1:
+    def _observe(self, thunks: Sequence[Thunk], now: Evaluation, weighed: Weighed) -> None:
+        if not isinstance(self.weighting, ObservingWeighting) or not _is_weighed(now):
             return
         # The losses after the update must not count in running statistics or shift the random streams.
-        now = self._moment()
+        moment = self._moment()
         values = [tasks.values for tasks in run(thunks, self.model)]
-        now.restore()
+        moment.restore()
         reshard(self.model)
         losses = mean_losses(values, self._group)
         self.progress.weighting = self.weighting.observe(losses, weighed.state)
@@ -460,6 +460,11 @@ class COST(OptimizerWrapper):
         self._buffer = self._spare = None
         self.last_step = None
         self._group = group_for(self.model, self.process_group)
+
+
+def _is_weighed(now: Evaluation) -> bool:
+    """Whether the weighting is asked: several tasks that share something, and no weights of an earlier step."""
+    return now.weights is None and len(now.names) > 1 and bool(now.layout.params)
 
 
 def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -111,3 +111,24 @@ def test_losses_that_differentiate_inside_can_be_observed():
     assert len(seen) == 2
     assert seen[0][0] != seen[1][0]  # after the update
     assert all(a is b for a, b in zip(seen[1][1], grads, strict=True))  # and without a backward pass of its own
+
+
+def test_famo_between_solves_and_where_nothing_is_shared():
+    # `observe` belongs to `weigh`: steps that reuse weights, or have none, call the closure once.
+    torch.manual_seed(0)
+    shared, apart = torch.nn.Linear(3, 2), torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
+    x, calls = torch.randn(8, 3), []
+
+    def losses(first, second):
+        calls.append(1)
+        return [(first(x) - 1).square().mean(), (second(x) + 1).square().mean()]
+
+    for model, pair, expected in ((shared, (shared, shared), [1, 0, 0, 1, 0, 0, 1]), (apart, apart, [0] * 7)):
+        base = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = cost_mtl.COST(base, model, weighting=FAMO(), teleporter=None, every=3)
+        observed = []
+        for _ in range(7):
+            calls.clear()
+            optimizer.step(losses, *pair)
+            observed.append(len(calls) - 1)
+        assert observed == expected
