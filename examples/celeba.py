@@ -175,7 +175,7 @@ class CelebA:
     ) -> None:  # fmt: skip
         self.faces, self.batch_size, self.channels, self.size = faces, batch_size, tuple(channels), size
         self.workers, self.pin_memory = workers, pin_memory
-        self._loaders: dict[object, DataLoader[dict[str, Tensor]]] = {}
+        self._loaders: dict[tuple[str, int], DataLoader[dict[str, Tensor]]] = {}
 
     def model(self, tasks: Sequence[str]) -> nn.Module:
         return AttributeNet(tasks, self.channels)
@@ -190,6 +190,8 @@ class CelebA:
 
     def _loader(self, split: str, seed: int, *, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
         if (split, seed) not in self._loaders:
+            if split == "train":  # a new seed: stop the old one's worker processes
+                self._loaders = {key: loader for key, loader in self._loaders.items() if key[0] != "train"}
             self._loaders[split, seed] = make_loader(
                 FaceDataset(self.faces[split], self.size),
                 self.batch_size,

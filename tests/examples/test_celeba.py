@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,15 @@ def test_smoke_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     rows = list(csv.DictReader((tmp_path / "out/table.csv").read_text().splitlines()))
     assert 0 < float(rows[0]["f1"]) < 1
     assert (tmp_path / "out/metrics.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_new_seed_stops_the_loader_of_the_old_one(tmp_path: Path) -> None:
+    problem = CelebA(read_celeba(write_faces(tmp_path / "set", SETTINGS)), 3, (4,) * 7, 32)
+    first, validation = weakref.ref(problem.train_loader(0, 1)), problem.eval_loader("val")
+    assert problem.train_loader(0, 2) is first()
+    problem.train_loader(1, 1)
+    assert first() is None
+    assert problem.eval_loader("val") is validation
 
 
 def test_a_single_task_network_sees_its_own_attribute(tmp_path: Path) -> None:
