@@ -22,7 +22,7 @@ from cost_mtl.losses import TaskLosses, other_parameters, refuse_reentrant_check
 from cost_mtl.parallel import mean_, mean_own_, union, without_reducer
 from cost_mtl.parameters import warn_about_others
 from cost_mtl.precision import Autocast
-from cost_mtl.sharding import is_sharded, local, pieces_group
+from cost_mtl.sharding import is_sharded, like, local, pieces_group
 
 
 @dataclass(frozen=True)
@@ -277,14 +277,22 @@ def measure_combined(
     sums: list[Tensor | None] = [None] * len(inputs)
     values: list[Tensor] = []
     names: tuple[str, ...] = ()
+    # Scaled losses times weights above 1 (those of small gradients are in the hundreds) would overflow: the largest
+    # weight waits until the scale is off.
+    scaled = any(thunk.scale is not None for thunk in thunks)
+    later = [w.abs().max().clamp_min(1.0) if scaled else torch.ones_like(w[0]) for w in (weights, own_weights)]
     part = 1.0 / len(thunks)
+    shared_seeds, own_seeds = weights / later[0] * part, own_weights / later[1] * part
     for tasks in _checked(thunks, model, inputs, group, look_closely=False):
         if len(tasks) != len(weights):
             raise ValueError(f"closure: expected {len(weights)} losses as in the step before, got {len(tasks)}")
-        shared_grads = combined_backward(tasks, list(weights * part), layout.params, retain_graph=bool(own))
-        own_grads = combined_backward(tasks, list(own_weights * part), own)
+        shared_grads = combined_backward(tasks, list(shared_seeds), layout.params, retain_graph=bool(own))
+        own_grads = combined_backward(tasks, list(own_seeds), own)
         for k, grad in enumerate([*shared_grads, *own_grads]):
             if grad is not None:
+                if scaled:
+                    most = later[k >= len(layout.params)]
+                    grad = like(grad, local(grad) * most.to(grad.device, grad.dtype))
                 so_far = sums[k]
                 sums[k] = grad if so_far is None else so_far + grad
         names = tasks.names

@@ -101,8 +101,8 @@ def warn_about_others(others: Sequence[Tensor]) -> None:
         shapes = few([str(list(p.shape)) for p in others])
         warnings.warn(
             f"closure: the losses reach {len(others)} parameters (shapes {shapes}) that are neither in the model nor "
-            "in the base optimizer: they get no .grad. If they are to be trained (learned loss weights, say), give them "
-            "to the base optimizer; if not, requires_grad_(False) spares their gradients",
+            "in the base optimizer: they get no .grad. If they are to be trained (learned loss weights, say), give "
+            "them to the base optimizer; if not, requires_grad_(False) spares their gradients",
             stacklevel=7,
         )
 

@@ -119,6 +119,18 @@ def test_a_teleporter_sees_scaled_gradients_in_every_form():
     assert relative(probe.by_group, torch.stack([truth[0], truth.sum(dim=0)])) < 5e-3
 
 
+@pytest.mark.parametrize("heads", ["own", "weighted"])
+def test_large_weights_between_two_solves_do_not_overflow(heads):
+    """The weights of small gradients are in the hundreds, and times the scale they would leave float16's range."""
+    settings = {"every": 3, "weighting": cost_mtl.FairGrad(2.0), "heads": heads, "base": torch.optim.SGD, "steps": 3}
+    scaled, optimizer = run(factor=2.0**-10, scaler=gradients_scaler(), **settings)
+    full, _ = run(factor=2.0**-10, half=False, **settings)
+    assert float(optimizer.last_step.weights.max()) * SCALE * 2.0**-10 > 65504
+    assert optimizer.last_step.skipped_total == 0
+    assert optimizer.scaler.get_scale() == SCALE
+    assert relative(moved(scaled), moved(full)) < 5e-3
+
+
 # ------------------------------------------------------------------------------------ overflow
 
 
