@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dense.baselines import trivial_metrics
@@ -27,6 +28,7 @@ from dense.spec import DenseSpec
 __all__ = ["add_dense_arguments", "train"]
 
 SYNTHETIC = "synthetic"
+SMOKE_IMAGES = {"train": 4, "val": 2}
 _ROWS = ("fairgrad+cost",)
 _Flag = argparse.BooleanOptionalAction
 
@@ -71,6 +73,8 @@ def train(args: argparse.Namespace, spec: DenseSpec, defaults: Defaults, size: t
     device = check_device(args.device)
     root = _synthetic(args, spec, size) if args.data == SYNTHETIC else Path(args.data)
     splits = {name: open_split(root, spec, name) for name in ("train", "val")}
+    if args.smoke and args.scenes is None:  # of a real data set too: its first images tell whether everything fits together
+        splits = {name: replace(split, indices=split.indices[: SMOKE_IMAGES[name]]) for name, split in splits.items()}
     for split in splits.values():
         check_split(split, spec, args.check)
     problem = DenseProblem(spec, splits, _options(args, defaults, device))
@@ -85,7 +89,7 @@ def _synthetic(args: argparse.Namespace, spec: DenseSpec, size: tuple[int, int])
     if spec.classes != CLASSES[spec.name]:
         raise UserError(f"--classes {spec.classes}: the synthetic scenes have {CLASSES[spec.name]} classes")
     height, width = args.size or ((32, 64) if args.smoke else size)
-    train_count, val_count = args.scenes or ((4, 2) if args.smoke else (300, 60))
+    train_count, val_count = args.scenes or (tuple(SMOKE_IMAGES.values()) if args.smoke else (300, 60))
     settings = SyntheticSettings(train_count, val_count, height, width, args.data_seed)
     name = f"synthetic-{spec.name}-{height}x{width}-{train_count}-{val_count}-{args.data_seed}"
     return write_synthetic(args.cache / name, spec, settings)

@@ -125,6 +125,16 @@ def real_set(root: Path) -> Path:
     return write_synthetic(root / "set", NYUV2, SyntheticSettings(2, 2, 32, 32), progress=False)
 
 
+def test_smoke_takes_the_first_images_of_a_real_set(tmp_path: Path) -> None:
+    root = write_synthetic(tmp_path / "set", NYUV2, SyntheticSettings(6, 3, 32, 32), progress=False)
+    (root / "train/image/5.npy").write_bytes(b"never read")
+    words = ["--data", str(root), "--smoke", "--epochs", "1", "--preset", "ls", "--out", str(tmp_path / "out")]
+    assert nyuv2.main(words) == 0
+    assert "4 training and 2 validation images" in (tmp_path / "out/table.md").read_text()
+    with pytest.raises(UserError, match=r"5\.npy: truncated"):
+        nyuv2.main([word for word in words if word != "--smoke"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
