@@ -246,7 +246,7 @@ def _is_nonzero(grad: Tensor) -> Tensor:
 
 
 def promote(now: Evaluation, layout: Layout) -> Evaluation:
-    """The same evaluation with more of the parameters counted as shared: those of ``layout``."""
+    """The same evaluation with other parameters counted as shared, those of ``layout`` (more or fewer)."""
     G = torch.zeros(len(now.names), layout.numel, dtype=layout.dtype, device=layout.device)
     reached = set()
     for k, p in enumerate(layout.params):

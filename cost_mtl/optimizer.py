@@ -35,9 +35,17 @@ from cost_mtl.evaluation import (
     reached_by_several,
     run,
 )
-from cost_mtl.gradients import Layout, combine, cosines, norms
+from cost_mtl.gradients import Layout, combine, cosines, gramian, norms
 from cost_mtl.parallel import group_for
-from cost_mtl.parameters import Shared, all_trainable, held_by, resolve_shared, warn_about_shared, warn_about_weighting
+from cost_mtl.parameters import (
+    Shared,
+    all_trainable,
+    at_rest,
+    held_by,
+    resolve_shared,
+    warn_about_shared,
+    warn_about_weighting,
+)
 from cost_mtl.precision import no_autocast
 from cost_mtl.sharding import NO_TELEPORTS, is_sharded, reshard
 from cost_mtl.teleport.driver import TeleportDriver
@@ -241,7 +249,10 @@ class COST(OptimizerWrapper):
                     raise FloatingPointError(complaint(now, bad, self.progress.step))
                 if not now.layout.params:
                     raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
-                problem = self._problem(thunks, batch, before, now, M)
+                here, M = self._movable(now, M)
+                if not here.layout.params:
+                    raise ValueError("teleport: every shared parameter is in a param group with learning rate 0")
+                problem = self._problem(thunks, batch, before, here, M)
                 with no_autocast():
                     outcome = self._driver.run(problem, self.progress, self.htr, self._spare)
             finally:
@@ -260,7 +271,8 @@ class COST(OptimizerWrapper):
     ) -> Problem:
         memory = [beside(old, batch) for old in reversed(self.progress.memory)] if batch else []
         earlier = [[replace(t, batch=old) for t in thunks] for old in memory]
-        layout, own = self._layout()
+        layout = now.layout
+        own = [p for p in all_trainable(self.base, self.model) if id(p) not in layout.index]
         if layout.pieces_group is not None:
             raise RuntimeError(NO_TELEPORTS)
         roots = trajectory.second_moment_root(self.base, layout.params)
@@ -269,11 +281,23 @@ class COST(OptimizerWrapper):
             self.model, (layout, own), [thunks, *earlier], before, now, M, scale, self._group, self.progress
         )
 
+    def _movable(self, now: Evaluation, M: Tensor) -> tuple[Evaluation, Tensor]:
+        """The evaluation without the shared parameters whose learning rate is 0: they are to stay where they are."""
+        resting = at_rest(self.base)
+        moving = [p for p in now.layout.params if id(p) not in resting]
+        if len(moving) == len(now.layout.params):
+            return now, M
+        part = promote(now, Layout(moving))
+        return part, gramian(part.gradients.matrix, dtype=M.dtype)
+
     def _teleport_in_step(
         self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: Moment, now: Evaluation, M: Tensor
     ) -> tuple[Evaluation, Tensor, TeleportReport | None]:
+        here, M_here = self._movable(now, M)
+        if not here.layout.params:
+            return now, M, None
         after = self._moment()
-        problem = self._problem(thunks, batch, before, now, M)
+        problem = self._problem(thunks, batch, before, here, M_here)
         try:
             if not self._driver.persists(problem):
                 return now, M, None
@@ -285,9 +309,13 @@ class COST(OptimizerWrapper):
             return now, M, None
         if outcome.evaluation is None or outcome.gramian is None:
             return now, M, outcome.report
+        there, M_there = outcome.evaluation, outcome.gramian
+        if here is not now:
+            there = promote(there, now.layout)
+            M_there = gramian(there.gradients.matrix, dtype=M.dtype)
         # The gradients at the new point replace those at the old; the buffers change roles.
-        self._buffer, self._spare = outcome.evaluation.gradients.matrix, now.gradients.matrix
-        return outcome.evaluation, outcome.gramian, outcome.report
+        self._buffer, self._spare = there.gradients.matrix, now.gradients.matrix
+        return there, M_there, outcome.report
 
     # ------------------------------------------------------------------------------------------ its parts
 
