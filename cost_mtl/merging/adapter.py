@@ -90,7 +90,8 @@ def adapter_blocks(base: TensorSource, adapter: Any, name: str, exclude: Sequenc
             chosen[block] = part
     if not chosen:
         raise ValueError(f"{name}: the adapter changes no weight of {base.name}")
-    infos = {key: TensorInfo(base.infos[key].shape, compute_dtype(base.infos[key].dtype)) for key in chosen}
+    dtypes = {key: compute_dtype(base.infos[key].dtype, label=f"{base.name}, {key!r}") for key in chosen}
+    infos = {key: TensorInfo(base.infos[key].shape, dtype) for key, dtype in dtypes.items()}
     return LazyBlocks(infos, lambda key: _delta(base, source, config, key, chosen[key], name))
 
 
@@ -165,7 +166,7 @@ def _delta(base: TensorSource, source: TensorSource, config: Any, key: str, part
     """ΔW of one weight."""
     label = f"{name}, {key!r}"
     weight = base.read(key)
-    dtype = compute_dtype(weight.dtype)
+    dtype = compute_dtype(weight.dtype, label=label)
     delta = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
     if part.whole:
         whole = source.read(part.whole)

@@ -72,15 +72,20 @@ def shape_of(blocks: Mapping[str, Tensor], block: str) -> TensorInfo:
     return TensorInfo(tuple(blocks[block].shape), blocks[block].dtype)
 
 
-def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
+def compute_dtype(*dtypes: torch.dtype, label: str) -> torch.dtype:
     """The dtype to compute in: float32, or wider where the models are (float64, complex).
 
     A subtraction in bfloat16 loses everything below 1/256 of the weight, and task vectors are that small.
+
+    Raises:
+        ValueError: one of them is an integer or an 8-bit float; ``label`` says of what.
     """
     result = torch.float32
     for dtype in dtypes:
         if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize == 1:
-            raise ValueError(f"expected floating-point weights of at least 16 bits, got {dtype}: dequantise them first")
+            raise ValueError(
+                f"{label}: expected floating-point weights of at least 16 bits, got {dtype}: dequantise them first"
+            )
         result = torch.promote_types(result, dtype)
     return result
 
@@ -91,7 +96,7 @@ def subtract(finetuned: Tensor, base: Tensor, label: str) -> Tensor:
     Raises:
         ValueError: the difference is not finite; ``label`` says of what.
     """
-    dtype = compute_dtype(finetuned.dtype, base.dtype)
+    dtype = compute_dtype(finetuned.dtype, base.dtype, label=label)
     # In place, and the base widened element by element: one tensor more in memory, not three.
     tau = finetuned.to(base.device, dtype, copy=True).sub_(base)
     if not all_finite(tau):
@@ -108,7 +113,7 @@ def add_block(base: Tensor, tau: Tensor, scale: float, label: str, dtype: torch.
     """
     if base.shape != tau.shape:
         raise ValueError(f"{label}: the base has shape {list(base.shape)}, the task vector {list(tau.shape)}")
-    compute_dtype(base.dtype)
+    compute_dtype(base.dtype, label=label)
     # torch computes in the wider of the two dtypes, which is a vector's.
     result = torch.add(base, tau.to(base.device), alpha=scale).to(dtype or base.dtype)
     if not all_finite(result):
@@ -127,7 +132,7 @@ def weighted_sum(terms: Iterable[tuple[float, Tensor]], infos: Sequence[TensorIn
     shapes = {info.shape for info in infos}
     if len(shapes) > 1:
         raise ValueError(f"{label}: the task vectors have different shapes, {sorted(map(list, shapes))}")
-    dtype = compute_dtype(*(info.dtype for info in infos))
+    dtype = compute_dtype(*(info.dtype for info in infos), label=label)
     total: Tensor | None = None
     for weight, tensor in terms:
         if total is None:

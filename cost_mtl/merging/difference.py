@@ -55,10 +55,14 @@ def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Seq
 def _infos(
     base: TensorSource, theta: TensorSource, stored: Mapping[str, str], added: Sequence[str]
 ) -> dict[str, TensorInfo]:
-    dtypes = {key: compute_dtype(base.infos[key].dtype, theta.infos[other].dtype) for key, other in stored.items()}
+    dtypes = {
+        key: compute_dtype(base.infos[key].dtype, theta.infos[other].dtype, label=f"{theta.name}, {key!r}")
+        for key, other in stored.items()
+    }
     infos = {key: TensorInfo(base.infos[key].shape, dtype) for key, dtype in dtypes.items()}
     for key in added:
-        infos[key] = TensorInfo(theta.infos[key].shape, compute_dtype(theta.infos[key].dtype))
+        dtype = compute_dtype(theta.infos[key].dtype, label=f"{theta.name}, {key!r}")
+        infos[key] = TensorInfo(theta.infos[key].shape, dtype)
     return infos
 
 

@@ -143,9 +143,12 @@ class DVBASI:
             The result; its selection value is never above that of the start.
 
         Raises:
+            TypeError: ``model`` is no module.
             ValueError: the model equals ``pretrained`` (there is no difference to scale), ``history`` without the
                 direction of that name, or what ``fit`` and TaskVector raise.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a module to run, got {type(model).__name__}")
         if history and self.direction != "history":
             raise ValueError(f'history: it serves direction="history" alone, got direction={self.direction!r}')
         point = copy.deepcopy(model)

@@ -84,7 +84,7 @@ def merge_checkpoint(
     check_policy(buffers, ("keep", "average"))
     scale = checked_factor(scale, "scale")
     if dtype is not None:
-        compute_dtype(dtype)
+        compute_dtype(dtype, label="dtype")
     target = Path(out)
     _check_target(base, target, overwrite)
     block_of = block_keys(base, vector)

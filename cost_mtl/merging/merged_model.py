@@ -31,6 +31,7 @@ class MergedModel(nn.Module, ABC):
         vectors: T task vectors; brought into memory, on the model's device.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: no vectors, a block that the model lacks, or of another shape.
 
     Attributes:
@@ -43,6 +44,8 @@ class MergedModel(nn.Module, ABC):
 
     def __init__(self, model: nn.Module, vectors: Sequence[TaskVector]) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a module to run, got {type(model).__name__}")
         if not vectors:
             raise ValueError("vectors: expected at least one task vector, got none")
         # In a tuple: as an attribute the model would be a submodule, and its weights trainable parameters of this one.
@@ -70,7 +73,7 @@ class MergedModel(nn.Module, ABC):
         for tau in taus:
             if tau.shape != base.shape:
                 raise ValueError(f"{block!r}: shape {list(base.shape)} in the model, {list(tau.shape)} in a vector")
-        dtype = compute_dtype(base.dtype, *(tau.dtype for tau in taus))
+        dtype = compute_dtype(base.dtype, *(tau.dtype for tau in taus), label=repr(block))
         stack = torch.stack([tau.to(base.device, dtype) for tau in taus])
         return (slice(None) if len(rows) == len(vectors) else rows), stack  # a slice is a view: no gather, no scatter
 

@@ -115,7 +115,7 @@ def save_vector(
         overwrite: replace what is there.
     """
     if dtype is not None:
-        compute_dtype(dtype)  # refuses integers and 8-bit floats
+        compute_dtype(dtype, label="dtype")  # refuses integers and 8-bit floats
     out = Path(path)
     metadata = {
         "format": "pt",
@@ -173,7 +173,7 @@ def load_vector(path: str | os.PathLike[str], *, base: Model | None) -> TaskVect
             number, _, name = key.removeprefix(_STATISTICS + ".").partition(".")
             statistics.setdefault(number, {})[name] = source.read(key)
         else:
-            blocks[key] = TensorInfo(info.shape, compute_dtype(info.dtype))
+            blocks[key] = TensorInfo(info.shape, compute_dtype(info.dtype, label=f"{source.name}, {key!r}"))
     lazy = LazyBlocks(blocks, lambda block: source.read(block).to(blocks[block].dtype))
     return TaskVector.from_blocks(
         lazy,

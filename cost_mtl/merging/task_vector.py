@@ -289,7 +289,7 @@ def combine(vectors: Sequence[TaskVector], weights: Sequence[float]) -> TaskVect
 
 def _result_info(block: str, holding: Sequence[tuple[float, TaskVector]]) -> TensorInfo:
     infos = [shape_of(vector.blocks, block) for _, vector in holding]
-    return TensorInfo(infos[0].shape, compute_dtype(*(info.dtype for info in infos)))
+    return TensorInfo(infos[0].shape, compute_dtype(*(info.dtype for info in infos), label=repr(block)))
 
 
 def gram(vectors: Sequence[TaskVector]) -> Tensor:

@@ -85,5 +85,5 @@ def _infos(vectors: Sequence[TaskVector]) -> dict[str, TensorInfo]:
             known = infos.setdefault(block, info)
             if known.shape != info.shape:
                 raise ValueError(f"{block!r}: the task vectors have different shapes")
-            infos[block] = TensorInfo(info.shape, compute_dtype(known.dtype, info.dtype))
+            infos[block] = TensorInfo(info.shape, compute_dtype(known.dtype, info.dtype, label=repr(block)))
     return infos

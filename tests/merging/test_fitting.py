@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from cost_mtl.merging import (
+    DVBASI,
     AnisotropicScaling,
     FitSettings,
     RankPruning,
@@ -209,6 +210,14 @@ def test_wrong_vectors(mlp, perturb, build):
     wider = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     with pytest.raises(ValueError, match=r"'0\.weight': shape \[7, 5\] in the model, \[6, 5\] in a vector"):
         build(wider, [tau])
+
+
+@pytest.mark.parametrize("build", [AnisotropicScaling, RankPruning])
+def test_a_state_dict_is_no_model_to_run(mlp, perturb, build):
+    with pytest.raises(TypeError, match="model: expected a module to run, got OrderedDict"):
+        build(mlp.state_dict(), [TaskVector(mlp, perturb(mlp, 1))])
+    with pytest.raises(TypeError, match="model: expected a module to run, got OrderedDict"):
+        DVBASI().run(mlp.state_dict(), perturb(mlp, 1), lambda model, batch: batch.sum(), [torch.ones(1)])
 
 
 def test_wrong_coefficients(problem):
