@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # scripts that 
 from dense.models import SegNet, SegNetMTAN, head_channels
 from dense.spec import CITYSCAPES, NYUV2, DenseSpec, cityscapes_spec
 
+import cost_mtl
+
 SMALL = (4, 4, 8, 8, 8)
 
 
@@ -70,6 +72,19 @@ def test_each_task_reaches_the_trunk_and_no_other_tasks_parameters(model: type) 
         assert own <= reached
         assert not others & reached
         assert {name for name, _ in net.named_parameters()} - own - others <= reached
+
+
+@pytest.mark.parametrize("model", [SegNet, SegNetMTAN])
+def test_cost_finds_what_is_shared_and_leaves_attention_and_heads_to_their_tasks(model: type) -> None:
+    """Nash-MTL's scripts and their descendants count the attention in. Only shared gradients are clipped."""
+    torch.manual_seed(0)
+    net = model(head_channels(NYUV2, NYUV2.tasks), SMALL)
+    optimizer = cost_mtl.COST(torch.optim.SGD(net.parameters(), lr=0.0), net, teleporter=None, max_norm=1e-12)
+    optimizer.step(lambda: {task: value[:, 0].mean() for task, value in net(torch.rand(2, 3, 32, 32)).items()})
+    # weights alone: a bias in front of a batch norm has no gradient
+    tiny = {name for name, p in net.named_parameters() if p.dim() > 1 and p.grad.norm() < 1e-11}
+    own = {name for name, p in net.named_parameters() if any(f".{task}." in name for task in NYUV2.tasks)}
+    assert tiny == {name for name, p in net.named_parameters() if p.dim() > 1} - own
 
 
 def test_the_two_models_share_one_trunk_architecture() -> None:
