@@ -360,7 +360,7 @@ class TeleportReport:
         closure_calls: evaluations of the closure that the teleport cost.
         seconds: wall time.
         skipped_layers: name -> why a shared layer took no part.
-        objective: what the move was meant to improve (see :class:`Move`).
+        objective: what the accepted move has improved, or a rejected one was meant to (see :class:`Move`).
         length: ||delta|| / ||theta|| of the last candidate checked.
         notes: remarks of the teleporter.
     """

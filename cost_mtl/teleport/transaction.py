@@ -51,6 +51,8 @@ class _Candidate:
     M: Tensor | None = None
     drift: float | None = None
     heldout: float | None = None
+    gained: str | None = None
+    """The objective that improved enough; None if none did."""
 
 
 def attempt(problem: Problem, teleporter: Teleporter, out: Tensor | None = None) -> Outcome:
@@ -147,9 +149,14 @@ def _promise_kept(problem: Problem, move: Move, candidate: _Candidate, rule: Acc
         return "the gradients at the new point are not finite"
     if move.objective == "none":
         return ""
-    others = [o for o in ("conflict", "norm") if move.either and o != move.objective]
-    reasons = [_gained(o, problem.gramian, candidate.M, rule) for o in (move.objective, *others)]
-    return "" if "" in reasons else "; ".join(reasons)
+    reasons = []
+    for objective in (move.objective, *(o for o in ("conflict", "norm") if move.either and o != move.objective)):
+        reason = _gained(objective, problem.gramian, candidate.M, rule)
+        if not reason:
+            candidate.gained = objective
+            return ""
+        reasons.append(reason)
+    return "; ".join(reasons)
 
 
 def _gained(objective: str, before: Tensor, after: Tensor, rule: Acceptance) -> str:
@@ -167,10 +174,11 @@ def _report(
 ) -> TeleportReport:
     before, after = problem.gramian, candidate.M
     kept = "every loss" if move.acceptance.invariance == "each" else "the mean loss"
+    objective = candidate.gained or move.objective
     theta = sum(float(t.double().square().sum()) for t in problem.theta) ** 0.5
     return TeleportReport(
         accepted=not reason,
-        reason=reason or f"{kept} kept, {move.objective} objective improved",
+        reason=reason or f"{kept} kept, {objective} objective improved",
         losses_before=problem.losses,
         losses_after=candidate.losses,
         norms_before=norms(before),
@@ -184,7 +192,7 @@ def _report(
         closure_calls=problem.calls,
         seconds=seconds,
         skipped_layers=dict(move.skipped_layers),
-        objective=move.objective,
+        objective=objective,
         length=float(delta.double().norm()) / theta if theta else 0.0,
         notes=tuple(move.notes),
     )

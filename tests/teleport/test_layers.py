@@ -16,7 +16,7 @@ def teleport(trunk, x, width, teleporter):
     model = MultiHead(trunk, width, 2)
     g = torch.Generator().manual_seed(4)
     ys = [0.3 * torch.randn(len(x), 1, generator=g), 2 * torch.randn(len(x), 1, generator=g) + 1]
-    opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.0), model, shared=model.trunk, teleporter=teleporter)
+    opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk, teleporter=teleporter)
     values = {k: v.clone() for k, v in model.state_dict().items()}
     before = torch.stack(losses(model, x, ys)).detach()
     report = opt.teleport(lambda: losses(model, x, ys))

@@ -380,3 +380,14 @@ def test_the_callback_gets_every_report():
     report = opt.teleport(lambda: losses(model, x, ys))
     assert got == [report]
     assert report.sigma is not None
+
+
+@pytest.mark.parametrize("least", [{"min_angle": 1e6, "min_norm": -1e6}, {"min_angle": -1e6, "min_norm": 1e6}])
+def test_the_report_names_the_objective_that_improved(least):
+    model, x, ys = conflicting()
+    teleporter = Fixed(1e-6, "conflict", either=True, acceptance=Acceptance(**least))
+    opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk, teleporter=teleporter)
+    report = opt.teleport(lambda: losses(model, x, ys))
+    assert report.accepted
+    assert report.objective == ("norm" if least["min_angle"] > 0 else "conflict")
+    assert f"{report.objective} objective improved" in report.reason
