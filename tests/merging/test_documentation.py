@@ -1,4 +1,4 @@
-"""What docs/merging.md shows is run, and the names and options that it mentions exist."""
+"""What docs/merging.md and the README show of merging is run, and the names and options that it mentions exist."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import nn
 import cost_mtl.merging
 from cost_mtl.merging.cli import _parser
 
-PAGE = Path(__file__).parents[2] / "docs" / "merging.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "merging.md"
 
 
-def blocks(language):
-    fences = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+def blocks(language, page=PAGE):
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return [text for name, text in fences if name == language]
 
 
@@ -27,6 +28,17 @@ def test_the_python_example_runs():
     exec(compile(example, str(PAGE), "exec"), names)
     assert isinstance(names["final"], nn.Sequential)
     assert names["report"].best <= names["report"].starts[0]
+
+
+def test_the_readme_example_runs(mlp, perturb):
+    (example,) = [text for text in blocks("python", ROOT / "README.md") if "cost_mtl.merging" in text]
+    names: dict[str, object] = {"base": mlp, "task_1": perturb(mlp, 1), "task_2": perturb(mlp, 2)}
+    exec(compile(example, "README.md", "exec"), names)
+    for name, value in names["merged"].named_parameters():
+        base, one, two = (dict(names[model].named_parameters())[name] for model in ("base", "task_1", "task_2"))
+        torch.testing.assert_close(value, base + 0.3 * ((one - base) + (two - base)))
+    (command,) = re.findall(r"`cost-mtl (merge .*?)`", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert _parser().parse_args(command.split()).scale == 0.3
 
 
 def test_the_commands_are_understood():
