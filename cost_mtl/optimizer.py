@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cost_mtl import agreement, scaling, trajectory
+from cost_mtl.allocator import keep_freed_memory
 from cost_mtl.base import (
     Closure,
     ObservingWeighting,
@@ -168,6 +169,8 @@ class COST(OptimizerWrapper):
         self.process_group, self.scaler = process_group, scaler
         scaling.check(scaler, base)
         keep_saved_tensors()
+        if any(p.device.type == "cpu" for p in held_by(base)):
+            keep_freed_memory()
         self.last_step: StepReport | None = None
         self.progress = Progress()
         self._driver = TeleportDriver(trigger, schedule, teleporter, seed, on_teleport)
