@@ -59,7 +59,7 @@ def _qm9(molecules: int, batch: int, data_dir: Path) -> Study:
     from qm9_data import DataSettings, split
     from qm9_data import load as load_molecules
 
-    data = split(load_molecules(DataSettings(molecules=molecules), data_dir), seed=0)
+    data = split(load_molecules(DataSettings(molecules=molecules, skip=0), data_dir), seed=0)
     train, val, test = ((part.inputs, part.targets) for part in (data.train, data.val, data.test))
     return Study(problems.QM9("qm9", train, test, batch, 1e-3), val)
 

@@ -109,7 +109,7 @@ class MultiMNIST(Problem):
 def qm9(data_dir: Path = Path("data")) -> QM9:
     from qm9_data import DataSettings, load, split
 
-    data = split(load(DataSettings(molecules=6000), data_dir), seed=0)
+    data = split(load(DataSettings(molecules=6000, skip=0), data_dir), seed=0)
     return QM9("qm9", (data.train.inputs, data.train.targets), (data.test.inputs, data.test.targets), 100, 1e-3)
 
 

