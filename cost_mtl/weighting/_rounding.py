@@ -15,7 +15,7 @@ from cost_mtl.weighting._arrays import Array
 __all__ = ["round_to_float32"]
 
 _WIDTH = 3e-5
-_MULTIPLES, _NUMBERS = 4000, 40_000
+_MULTIPLES, _NUMBERS = 4000, 10_000
 """How many multiples are tried, and how many weights are rounded for it at most: 1 to 3 ms."""
 
 _HARMLESS = 5e-5
@@ -33,7 +33,7 @@ def round_to_float32(w: Array, M: Array) -> Array:
     if not harm > _HARMLESS:
         return plain
     free = np.flatnonzero(plain > np.finfo(np.float32).tiny)
-    multiples = 1 + _WIDTH * np.linspace(-1, 1, min(_MULTIPLES, _NUMBERS // len(w)))
+    multiples = 1 + _WIDTH * np.linspace(-1, 1, min(_MULTIPLES, 2 + _NUMBERS // len(w)))
     candidates = np.repeat(plain[:, None], len(multiples), axis=1)
     candidates[free] = _nearest_planes(w[free], multiples, M[np.ix_(free, free)], (M @ w)[free])
     changes = np.nan_to_num(_change(candidates, w, M), nan=np.inf)

@@ -36,8 +36,8 @@ class FairGrad(SolvedWeighting):
     float64 weights before they are rounded to it. Where plain rounding to float32 would spoil the equation, the host
     looks for digits that do not (see _rounding.py; not on a GPU, where nothing may be looked at): on the Gramians of
     benchmarks/weightings.py, K = 2 to 100, float32 weights keep the residual below 1e-4 in all 45 cases for alpha = 1
-    and in 43 for alpha = 2 (conflicting gradients with norms over 1e6, K = 40 and 100: 1.4e-4 and 2.2e-4). Other alphas
-    amplify rounding more: for 0.5 and 5 it is above 1e-4 in 15 cases of 90, all with norms spread over 1e6 or more.
+    and in 43 for alpha = 2 (conflicting gradients with norms over 1e6, K = 40 and 100: 1.4e-4 and 2.1e-4). Other alphas
+    amplify rounding more: for 0.5 and 5 it is above 1e-4 in 17 cases of 90, all with norms spread over 1e6 or more.
     Half precision has three or four digits anyway.
 
     A task with a zero gradient (no labels in this batch) gets the mean weight of the others, which are solved as if it
