@@ -132,3 +132,17 @@ def test_famo_between_solves_and_where_nothing_is_shared():
             optimizer.step(losses, *pair)
             observed.append(len(calls) - 1)
         assert observed == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weightings_get_a_gramian_in_float64_whatever_the_model(dtype):
+    torch.manual_seed(0)
+    model, x, seen = torch.nn.Linear(3, 2).to(dtype), torch.randn(8, 3, dtype=dtype), []
+
+    def weighting(gramian):
+        seen.append(gramian.dtype)
+        return torch.ones(len(gramian))
+
+    optimizer = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.1), model, weighting=weighting, teleporter=None)
+    optimizer.step(lambda: [model(x).square().mean(), (model(x) - 1).square().mean()])
+    assert seen == [torch.float64]
