@@ -23,6 +23,7 @@ from cost_mtl.parallel import mean_, mean_own_, union, without_reducer
 from cost_mtl.parameters import warn_about_others
 from cost_mtl.precision import Autocast
 from cost_mtl.sharding import is_sharded, like, local, pieces_group
+from cost_mtl.shares import Share, scatter_mean_
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Evaluation:
         weights: None; or, from :func:`measure_combined`, the weights [K] that the gradients were combined with: G then
             has one row, and the other parameters' gradients count as task 0's.
         pieces: the process group over which the gradients are in pieces (``fully_shard``), or None.
+        share: the columns of G that are averaged on this process; None: all of them.
     """
 
     names: tuple[str, ...]
@@ -63,6 +65,14 @@ class Evaluation:
     gradients: TaskGradients
     weights: Tensor | None = None
     pieces: Any = None
+    share: Share | None = None
+
+    def whole(self) -> Evaluation:
+        """With all columns of G averaged."""
+        if self.share is None:
+            return self
+        self.share.gather_all_(self.gradients.matrix)
+        return replace(self, share=None)
 
 
 def bind(closure: Any, batch: tuple[Any, ...], scale: Tensor | None = None) -> list[Thunk]:
@@ -159,7 +169,7 @@ def measure(
             del tasks
     if result is None:
         raise ValueError("closure: expected at least one, got an empty sequence")
-    return _averaged(names, values, layout, own, result, len(names), group)
+    return _averaged(names, values, layout, own, result, len(names), group, in_shares=not in_teleport)
 
 
 def _checked(
@@ -198,14 +208,18 @@ def _averaged(
     result: TaskGradients,
     tasks: int,
     group: Any,
+    *,
+    in_shares: bool = False,
 ) -> Evaluation:
     """The evaluation, averaged over the processes (FSDP has averaged sharded gradients itself)."""
-    losses = mean_losses(values, group)
+    losses, share = mean_losses(values, group), None
     if group is not None:
         if layout.pieces_group is None:
-            mean_(result.matrix, group)
+            share = scatter_mean_(result.matrix, group) if in_shares else None
+            if not in_shares:
+                mean_(result.matrix, group)
         _fill_gaps(layout, own, result, tasks, group)
-    return Evaluation(names, losses, layout, result, pieces=pieces_group([*layout.params, *own]))
+    return Evaluation(names, losses, layout, result, pieces=pieces_group([*layout.params, *own]), share=share)
 
 
 def _fill_gaps(layout: Layout, own: Sequence[Tensor], result: TaskGradients, tasks: int, group: Any) -> None:

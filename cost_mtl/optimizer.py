@@ -36,7 +36,7 @@ from cost_mtl.evaluation import (
     reached_by_several,
     run,
 )
-from cost_mtl.gradients import Layout, combine, cosines, gramian, norms
+from cost_mtl.gradients import Layout, cosines, gramian, norms
 from cost_mtl.parallel import group_for
 from cost_mtl.parameters import (
     Shared,
@@ -60,12 +60,14 @@ from cost_mtl.update import (
     bad_tasks,
     clip_,
     complaint,
+    direction,
     host_read,
     refuse_weights,
     write_own,
     write_shared,
 )
 from cost_mtl.weighting import FairGrad, resolve
+from cost_mtl.weighting.resolve import needs_gramian_only
 from cost_mtl.wrapper import OptimizerWrapper
 
 
@@ -218,6 +220,7 @@ class COST(OptimizerWrapper):
         if may_teleport and before is not None and len(now.names) > 1 and now.layout.params:
             conflict = self._driver.conflict(host.gramian)
             if conflict:
+                now = now.whole()
                 now, M, teleport = self._teleport_in_step(thunks, batch, before, now, M)
         weighed = self._weigh(now, M)
         self._write(now, weighed)
@@ -252,7 +255,7 @@ class COST(OptimizerWrapper):
                     raise FloatingPointError(complaint(now, bad, self.progress.step))
                 if not now.layout.params:
                     raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
-                here, M = self._movable(now, M)
+                here, M = self._movable(now.whole(), M)
                 if not here.layout.params:
                     raise ValueError("teleport: every shared parameter is in a param group with learning rate 0")
                 problem = self._problem(thunks, batch, before, here, M)
@@ -354,6 +357,7 @@ class COST(OptimizerWrapper):
             mine = list(self.model.parameters())
             several = reached_by_several(now, mine)
             if several:
+                now = now.whole()
                 self.progress.shared = sorted({*self.progress.shared, *several})
                 now = promote(now, self._layout()[0])
         self._buffer = now.gradients.matrix
@@ -395,7 +399,8 @@ class COST(OptimizerWrapper):
             return Weighed(now.weights, self.progress.weighting)
         if not _is_weighed(now):
             return Weighed(torch.ones(K, dtype=M.dtype, device=M.device), self.progress.weighting)
-        inputs = WeightingInputs(M, now.losses, now.gradients.matrix, self.progress.step)
+        seen = now if needs_gramian_only(self.weighting) else now.whole()
+        inputs = WeightingInputs(M, now.losses, seen.gradients.matrix, self.progress.step)
         weighed = self.weighting.weigh(inputs, self.progress.weighting)
         refuse_weights(weighed.weights, self.weighting)
         self.progress.weighting = weighed.state
@@ -414,7 +419,7 @@ class COST(OptimizerWrapper):
             if now.weights is not None:
                 d = G[0]
             elif weighed.direction is None:
-                d = combine(G, weighed.weights, out=G[0])
+                d = direction(now, weighed.weights)
             else:
                 d = weighed.direction.to(G.dtype)
             write_shared(now.layout, clip_(d, self.max_norm, now.pieces), now.gradients.reached)

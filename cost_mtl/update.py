@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cost_mtl.evaluation import Evaluation
-from cost_mtl.gradients import Layout, TaskGradients, exact_gramian, gramian
+from cost_mtl.gradients import Layout, TaskGradients, combine, exact_gramian, gramian
 from cost_mtl.parallel import broadcast_, union
 from cost_mtl.sharding import like, local, sum_pieces_
 
@@ -34,7 +34,7 @@ def host_read(now: Evaluation, group: Any = None) -> tuple[Tensor, HostRead]:
     """
     G = now.gradients.matrix
     wide = torch.float32 if G.device.type == "mps" else torch.float64
-    M = gramian(G, dtype=wide)
+    M = _summed(gramian(_mine(now), dtype=wide), now)
     own = [grad for by_task in now.gradients.own.values() for grad in by_task.values()]
     K = len(now.losses)
     size = norm_of(own, M.device).to(M.dtype).reshape(1)
@@ -45,9 +45,28 @@ def host_read(now: Evaluation, group: Any = None) -> tuple[Tensor, HostRead]:
     diagonal = host.gramian.diagonal()
     if now.layout.params and not bool((torch.isfinite(diagonal) & (diagonal > 1e-32)).all()):
         # A float32 square may have left its range while the gradient itself is fine.
-        M = broadcast_(sum_pieces_(exact_gramian(G), now.pieces).to(wide), group)
+        M = broadcast_(sum_pieces_(_summed(exact_gramian(_mine(now)), now), now.pieces).to(wide), group)
         host = replace(host, gramian=M.cpu().double())
     return M, host
+
+
+def _mine(now: Evaluation) -> Tensor:
+    """The columns of G that are averaged here."""
+    G = now.gradients.matrix
+    return G if now.share is None else now.share.of(G)
+
+
+def _summed(M: Tensor, now: Evaluation) -> Tensor:
+    """The Gramian of all shares, in place of one's."""
+    return M if now.share is None else sum_pieces_(M, now.share.group)
+
+
+def direction(now: Evaluation, weights: Tensor) -> Tensor:
+    """d = G^T w [m], in the place of G's first row."""
+    mine = _mine(now)
+    combine(mine, weights, out=mine[0])
+    d = now.gradients.matrix[0]
+    return d if now.share is None else now.share.gather_(d)
 
 
 def bad_tasks(now: Evaluation, host: HostRead, group: Any = None) -> list[int]:

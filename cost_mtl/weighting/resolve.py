@@ -13,7 +13,7 @@ from cost_mtl.base import SolvingWeighting, State, StatefulWeighting, Weighed, W
 from cost_mtl.weighting import torchjd_adapter
 from cost_mtl.weighting._checks import checked_weights
 
-__all__ = ["resolve"]
+__all__ = ["needs_gramian_only", "resolve"]
 
 
 def resolve(weighting: Any) -> StatefulWeighting:
@@ -49,6 +49,11 @@ def resolve(weighting: Any) -> StatefulWeighting:
         f"weighting must be a callable gramian [K, K] -> weights [K] or a StatefulWeighting, "
         f"got {type(weighting).__name__}"
     )
+
+
+def needs_gramian_only(weighting: StatefulWeighting) -> bool:
+    """Whether it is one of the adapters, which hand the Gramian on and nothing else."""
+    return isinstance(weighting, _Function | _Solving | torchjd_adapter.TorchJDWeighting)
 
 
 def _name(weighting: Any) -> str:
