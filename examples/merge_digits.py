@@ -261,6 +261,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.seeds < 1 or args.jobs < 1:
         parser.error("--seeds and --jobs: expected at least 1")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: expected a folder that can be written to ({error})")
     sizes = Sizes(data=args.data, **(SMOKE if args.smoke else {}))
     runs = [Run(sizes, seed, args.out) for seed in range(1 if args.smoke else args.seeds)]
     outcome = run_all(runs, execute, len(runs) * len(ROWS), args.jobs)

@@ -137,3 +137,10 @@ def test_wrong_usage(words):
     with pytest.raises(SystemExit) as caught:
         merge_digits.main(words)
     assert caught.value.code == 2
+
+
+def test_an_output_that_is_a_file_is_known_before_anything_is_trained(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        merge_digits.main(["--smoke", "--out", str(tmp_path / "file")])
+    assert "--out: expected a folder" in capsys.readouterr().err
