@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 NO_TELEPORTS = (
-    "no teleports: the parameters are sharded by fully_shard, and neither an adapter nor a move along the level set of "
-    "the losses has been built for pieces of parameters. Training goes on without; teleporter=None says so"
+    "no teleports: the parameters are sharded by fully_shard, and PEFT can't merge an adapter into a piece of a weight "
+    "(nor are there moves of pieces without one). Training goes on without; teleporter=None says so"
 )
 
 

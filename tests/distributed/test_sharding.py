@@ -143,6 +143,22 @@ def test_teleports_are_refused_once_and_training_goes_on():
         assert teleport is None
 
 
+def merge_an_adapter(rank):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = sharded(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["trunk.0"]), model)
+    losses(model, *share(rank, joined(0, 2)))
+    return refused(lambda: model.trunk[0].merge(), RuntimeError)
+
+
+def test_why_there_are_no_teleports():
+    """Once PEFT can merge into sharded weights this fails, and the refusal should go."""
+    assert all("mixed torch.Tensor and DTensor" in message for message in spawn(2, merge_an_adapter))
+
+
 def missing_graph(rank):
     model = sharded(2)
     optimizer = COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk, teleporter=None)
