@@ -115,8 +115,9 @@ class COST(OptimizerWrapper):
         gradients: ``"full"``, the only kind there is: gradients of the shared parameters themselves.
         every: solve for the weights in every n-th step only; the steps between take one backward pass for all tasks
             together, and no teleport.
-        on_nonfinite: ``"raise"`` (default): FloatingPointError that names the task, before anything is changed;
-            ``"skip"``: leave the step out, buffers put back, and count it in the report.
+        on_nonfinite: ``"raise"`` (default): FloatingPointError that names the task, before parameters or optimizer
+            state change (running statistics have seen the batch); ``"skip"``: leave the step out, buffers put back,
+            and count it in the report.
         process_group: None: the group of a DDP-wrapped model, else the default group where torch.distributed is
             initialised; False: this process alone.
         scaler: a ``torch.amp.GradScaler``; scaling, unscaling, skipping and updating happen inside ``step``.
