@@ -25,7 +25,10 @@ def _factor(M: _Matrix) -> _Matrix:
 
 def _cvxpy() -> Any:
     """Imported on first use: it takes longer than torch does."""
-    return import_module("cvxpy")
+    try:
+        return import_module("cvxpy")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('solver="cvxpy" is the slow reference and needs cvxpy: pip install cvxpy') from error
 
 
 def _run(problem: Any) -> None:

@@ -1,6 +1,7 @@
 """FairGrad and Nash-MTL: the equation itself, closed forms, limits, and where no solution exists."""
 
 import math
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -223,3 +224,9 @@ def test_recipes_of_scale():
     nash = NashMTL()(M)
     torch.testing.assert_close(NashMTL.official()(M), nash / math.sqrt(3))
     assert math.isclose(norm(NashMTL.official()(M)), 1.0, rel_tol=1e-9)
+
+
+def test_the_reference_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cvxpy", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install cvxpy"):
+        NashMTL(solver="cvxpy")(torch.eye(2))
