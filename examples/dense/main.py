@@ -73,7 +73,7 @@ def train(args: argparse.Namespace, spec: DenseSpec, defaults: Defaults, size: t
     device = check_device(args.device)
     root = _synthetic(args, spec, size) if args.data == SYNTHETIC else Path(args.data)
     splits = {name: open_split(root, spec, name) for name in ("train", "val")}
-    if args.smoke and args.scenes is None:  # of a real data set too: its first images tell whether everything fits together
+    if args.smoke and args.scenes is None:  # of a real data set too: its first images tell whether all of it fits
         splits = {name: replace(split, indices=split.indices[: SMOKE_IMAGES[name]]) for name, split in splits.items()}
     for split in splits.values():
         check_split(split, spec, args.check)
