@@ -5,7 +5,7 @@ appended for each finished run, keyed on all of its settings, so the command can
 
     python benchmarks/ablation.py rates                  # learning rates, chosen on plain runs and validation data
     python benchmarks/ablation.py run [--seeds 10] [--first-seed 0] [--arms plain cost placebo no-move]
-    python benchmarks/ablation.py run --axes             # one part varied at a time: FairGrad, Adam, QM9
+    python benchmarks/ablation.py run --axes             # one part varied at a time, in one setting each
     python benchmarks/ablation.py report                 # tables and plot of what is there
 """
 
@@ -46,8 +46,6 @@ RATES: dict[tuple[str, str, str], float] = {
 }
 """What ``rates`` printed: chosen once, on plain runs with a seed of their own, by validation error. Never per arm."""
 
-AXES_SETTING = ("qm9", "fairgrad", "adam")
-
 
 # ------------------------------------------------------------------------------------------------ records
 
@@ -84,19 +82,17 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def plan(
-    arms: Sequence[str],
-    seeds: Sequence[int],
-    settings: Sequence[tuple[str, str, str]],
-    *,
-    smoke: bool,
+    wanted: Sequence[tuple[tuple[str, str, str], Sequence[str]]], seeds: Sequence[int], *, smoke: bool
 ) -> Iterator[Settings]:
-    """Baselines first, then seed by seed, so that a stop leaves whole seeds."""
-    for problem, optimizer in dict.fromkeys((p, o) for p, _, o in settings):
+    """The arms of each (problem, weighting, optimizer): baselines first, then seed by seed, so that a stop leaves
+    whole seeds."""
+    for problem, optimizer in dict.fromkeys((p, o) for (p, _, o), _ in wanted):
         for seed in BASELINE_SEEDS:
             yield configured(problem, "single", optimizer, "plain", seed, smoke=smoke)
     for seed in seeds:
-        for (problem, weighting, optimizer), arm in product(settings, arms):
-            yield configured(problem, weighting, optimizer, arm, seed, smoke=smoke)
+        for setting, arms in wanted:
+            for arm in arms:
+                yield configured(*setting, arm, seed, smoke=smoke)
 
 
 def configured(problem: str, weighting: str, optimizer: str, arm: str, seed: int, *, smoke: bool) -> Settings:
@@ -149,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(MAIN))
-    parser.add_argument("--axes", action="store_true", help="all other arms, in one setting")
+    parser.add_argument("--axes", action="store_true", help="all other arms, each in one setting")
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--weightings", nargs="+", choices=list(WEIGHTINGS), default=list(WEIGHTINGS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
@@ -162,10 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for setting, (best, tried) in choose_rates(read(args.out)).items():
             print(f"    {setting}: {best},  # " + ", ".join(f"{lr:g}: {score:.4g}" for lr, score in tried.items()))
     elif args.command == "run":
-        settings = [AXES_SETTING] if args.axes else list(product(args.problems, args.weightings, args.optimizers))
+        chosen = [(setting, args.arms) for setting in product(args.problems, args.weightings, args.optimizers)]
         seeds = range(args.first_seed, args.first_seed + args.seeds)
-        arms = AXES if args.axes else args.arms
-        execute(list(plan(arms, seeds, settings, smoke=args.smoke)), args.out, args.data_dir)
+        execute(list(plan(AXES if args.axes else chosen, seeds, smoke=args.smoke)), args.out, args.data_dir)
     else:
         from ablation_report import report
 

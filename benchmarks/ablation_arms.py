@@ -207,9 +207,17 @@ ARMS: dict[str, Arm] = {
     "trigger-share": Arm("a sixth of the tasks", LoRATeleporter, trigger=cost_mtl.ConflictShare(1 / 6)),
     "adapter-loha": Arm("LoHa", _peft("LoHaConfig", r=5, alpha=5)),
     "adapter-oft": Arm("OFT", _peft("OFTConfig", r=0, oft_block_size=4)),
-    "dense": Arm("dense, no adapter", cost_mtl.DenseTeleporter),
-    "norm": Arm("norm objective", lambda: LoRATeleporter(objective="norm")),
+    "constraints": Arm("three earlier batches kept", lambda: LoRATeleporter(solver=LevelSet(constraints=3))),
     "often": Arm("four attempts an epoch", LoRATeleporter, cooldown=0.25),
     "often-placebo": Arm("placebo, four attempts an epoch", Placebo, cooldown=0.25),
 }
-AXES = tuple(name for name in ARMS if name not in MAIN)
+AXES: tuple[tuple[tuple[str, str, str], tuple[str, ...]], ...] = (
+    (
+        ("multimnist", "fairgrad", "adam"),
+        ("no-lt", "paper", "paper-no-lt", "paper-no-htr", "htr-keep", "htr-momentum", "htr-paper", "htr-reset",
+         "htr-rollback", "constraints", "often", "often-placebo"),
+    ),
+    (("qm9", "fairgrad", "adam"), ("trigger-weak", "trigger-share", "adapter-loha", "adapter-oft")),
+)  # fmt: skip
+"""(problem, weighting, optimizer) -> the arms that vary one part there. MultiMNIST, where runs differ least from each
+other by chance; QM9 where many tasks or layers without convolutions are needed."""

@@ -208,17 +208,19 @@ def axes_table(results: Results, setting: Setting) -> Table:
 
 
 def summary(results: Results) -> str:
-    """How many settings lie beyond two standard errors, on which side, for COST and its controls."""
-    lines = []
-    for kind, what in (("delta_m", "Δm"), ("steps", "steps to the fixed loss")):
-        for arm in MAIN[1:]:
-            found = {
-                s: paired(*(_values(results, s, kind, ("plain", arm))[a] for a in ("plain", arm))) for s in results.runs
-            }
-            signs = [math.copysign(1, statistics.mean(d)) for d in found.values() if len(d) > 1 and beyond(d)]
-            lines.append(f"- {arm}, {what}: of {len(found)} settings {signs.count(-1.0)} better and {signs.count(1.0)} "
-                         "worse than plain beyond two standard errors")  # fmt: skip
-    return "\n".join(lines)
+    """How many settings lie beyond two standard errors, on which side; chance alone puts 8 % of them there with ten
+    seeds (Student's t, 9 degrees of freedom)."""
+    rows = []
+    for first, second in (*(("plain", arm) for arm in MAIN[1:]), ("placebo", "cost")):
+        row = [f"{second} − {first}"]
+        for kind in ("delta_m", "steps"):
+            values = [_values(results, setting, kind, (first, second)) for setting in results.runs]
+            found = [paired(v[first], v[second]) for v in values]
+            signs = [math.copysign(1, statistics.mean(d)) for d in found if len(d) > 1 and beyond(d)]
+            row += [str(signs.count(-1.0)), str(signs.count(1.0))]
+        rows.append(row)
+    header = [f"of {len(results.runs)} settings", "Δm better", "Δm worse", "steps fewer", "steps more"]
+    return Table(header, rows).markdown()
 
 
 def report(records: Sequence[dict[str, Any]], plot: Path | None = None) -> str:
@@ -233,8 +235,8 @@ def report(records: Sequence[dict[str, Any]], plot: Path | None = None) -> str:
         parts += [
             "Δm, difference from plain in points (lower is better):", main_table(main, "delta_m").markdown(),
             "Steps to the fixed training loss, difference from plain in percent:",
-            main_table(main, "steps").markdown(), summary(main), "",
-            "Teleports:", teleport_table(main, complete, MAIN[1:]).markdown(),
+            main_table(main, "steps").markdown(), "Beyond two standard errors:", summary(main),
+            "Teleports:", teleport_table(main, complete, ("cost", "placebo")).markdown(),
         ]  # fmt: skip
         if plot is not None:
             draw(main, plot)
