@@ -18,15 +18,16 @@ _WIDTH = 3e-5
 _MULTIPLES, _NUMBERS = 4000, 10_000
 """How many multiples are tried, and how many weights are rounded for it at most: 1 to 3 ms."""
 
-_HARMLESS = 5e-5
+_HARMLESS, _NEAR = 5e-5, 1e-4
+"""Change of a rate that asks for no search; largest change of a weight that a search may come up with."""
 
 
 def round_to_float32(w: Array, M: Array) -> Array:
-    """w [K] >= 0 in float32 (NumPy arrays; M [K, K]), with the largest relative change of a positive rate (M w)_i and
-    of a weight kept small.
+    """w [K] >= 0 in float32 (NumPy arrays; M [K, K]), with the largest relative change of a positive rate (M w)_i kept
+    small.
 
-    Plain rounding wherever that changes no rate by more than 5e-5. Otherwise what comes nearest: below 1e-4 where the
-    digits are there, which they are not if most of the rates are ten thousand times smaller than their terms.
+    Plain rounding wherever that changes no rate by more than 5e-5. Otherwise the best found within 1e-4 of w: good to
+    1e-4 where the digits are there, which they are not if most rates are ten thousand times smaller than their terms.
     """
     plain = w.astype(np.float32)
     harm = _change(plain[:, None], w, M)[0]
@@ -36,7 +37,8 @@ def round_to_float32(w: Array, M: Array) -> Array:
     multiples = 1 + _WIDTH * np.linspace(-1, 1, min(_MULTIPLES, 2 + _NUMBERS // len(w)))
     candidates = np.repeat(plain[:, None], len(multiples), axis=1)
     candidates[free] = _nearest_planes(w[free], multiples, M[np.ix_(free, free)], (M @ w)[free])
-    changes = np.nan_to_num(_change(candidates, w, M), nan=np.inf)
+    near = (abs(candidates[free] / w[free, None] - 1) <= _NEAR).all(axis=0)
+    changes = np.where(near, _change(candidates, w, M), np.inf)
     best = int(changes.argmin())
     return candidates[:, best] if changes[best] < harm else plain
 
@@ -61,10 +63,8 @@ def _nearest_planes(w: Array, multiples: Array, M: Array, rates: Array) -> Array
 
 
 def _change(W: Array, w: Array, M: Array) -> Array:
-    """Largest relative change of a rate or a weight in each column of W [K, n]: [n]. Zeros stay zero."""
+    """Largest relative change of a positive rate in each column of W [K, n]: [n]."""
     rates = M @ w
-    inside, present = rates > 0, w > 0
-    columns = W.astype(np.float64)
-    change_of_rates = abs((M @ columns)[inside] / rates[inside, None] - 1)
-    change_of_weights = abs(columns[present] / w[present, None] - 1)
-    return np.concatenate([change_of_rates, change_of_weights]).max(axis=0, initial=0.0)
+    inside = rates > 0
+    changes: Array = abs((M @ W.astype(np.float64))[inside] / rates[inside, None] - 1).max(axis=0, initial=0.0)
+    return changes
