@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import cost_mtl
@@ -56,6 +57,33 @@ def test_every_way_to_set_it_up_is_the_same_training(how):
     for seed in range(2):
         optimizer.step(lambda x, ys: losses(model, x, ys), *joined(seed, 2))
     torch.testing.assert_close(results[0][0], parameters(model), rtol=1e-8, atol=1e-10)
+
+
+def share_the_optimizer_out(rank, zero, teleporter):
+    model = mlp(2, dtype=torch.float64)
+    wrapped = DistributedDataParallel(model)
+    if zero:
+        base = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    else:
+        base = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = COST(
+        base, wrapped, shared=model.trunk[0], teleporter=teleporter, trigger=lambda M: True,
+        schedule=TeleportSchedule(start=1, cooldown=1),
+    )  # fmt: skip
+    for seed in range(4):
+        optimizer.step(lambda x, ys: losses(wrapped, x, ys), *share(rank, joined(seed, 2)))
+    return [parameters(model), optimizer.progress.attempts]
+
+
+@pytest.mark.parametrize("teleporter", [None, DenseTeleporter()], ids=["none", "dense"])
+def test_an_optimizer_that_is_shared_out_over_the_processes(teleporter):
+    """Its second moments, which scale a teleport's directions, are then in one process only."""
+    results = spawn(2, share_the_optimizer_out, True, teleporter)
+    assert_in_step(results)
+    if teleporter is None:
+        assert_in_step([*results, *spawn(2, share_the_optimizer_out, False, None)])
+    else:
+        assert results[0][1] >= 2
 
 
 def late_group(rank, start):
