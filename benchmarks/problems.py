@@ -37,6 +37,7 @@ class Problem:
         train, test: tensors whose first dimension counts the examples: inputs, then targets.
         batch: examples a step.
         lr: Adam's learning rate.
+        warmup: steps before teleports are worth measuring.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Problem:
     test: Batch
     batch: int
     lr: float
+    warmup: int = 0
 
     def model(self, seed: int) -> Heads:
         raise NotImplementedError

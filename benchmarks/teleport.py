@@ -4,7 +4,8 @@ At each moment the model and optimizer are copied and every teleporter is tried 
 it used, on batches it never saw (train and eval mode), gradient norms, smallest cosine with the mean gradient, share
 accepted, cost in ordinary steps (on top of the step that it happens in, whose evaluation it shares).
 
-    python benchmarks/teleport.py [--problems qm9 multimnist] [--moments 50] [--out runs/teleport.json]
+    python benchmarks/teleport.py [--problems qm9 multimnist toy] [--moments 50] [--out runs/teleport.json]
+    python benchmarks/teleport.py --plot runs/teleport.png --moments 12    # the trade-offs as curves
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from problems import Heads, Problem, multimnist, qm9
-from torch import Tensor
+from problems import Problem, multimnist, qm9
+from teleport_curves import SWEEPS, plot
+from teleport_toy import toy
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import cost_mtl
-from cost_mtl import Acceptance, DenseTeleporter, LevelSet, LoRATeleporter
+from cost_mtl import Acceptance, DenseTeleporter, LevelSet, LoRATeleporter, Penalty
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,28 @@ class Placebo:
         return cost_mtl.Move(s * (self.length * theta.norm() / s.norm()), "none", used=used)
 
 
-def contestants() -> dict[str, Any]:
+OBJECTIVES = ("conflict", "conflict-exact", "norm", "norm-exact", "sharpness", "sphere")
+
+
+def contestants(problem: str) -> dict[str, Any]:
+    """Teleporters by name. The toy has no layer for an adapter, and its losses are kept on average."""
+
     def lora(**rule: float) -> LoRATeleporter:
         return LoRATeleporter(acceptance=Acceptance(**rule))
 
+    if problem == "toy":
+        named = {f"dense, {o}": DenseTeleporter(objective=o, invariance="mean") for o in ("auto", *OBJECTIVES)}
+        return named | {
+            "dense, every loss kept": DenseTeleporter(),
+            "penalty, sphere (the paper's)": DenseTeleporter(solver=Penalty(), invariance="mean"),
+            "penalty, norm-exact": DenseTeleporter("norm-exact", Penalty(), invariance="mean"),
+        }
     return {
         "LoRA (default)": LoRATeleporter(),
-        "LoRA, norm": LoRATeleporter(objective="norm"),
         "dense": DenseTeleporter(),
+        **{f"LoRA, {o}": LoRATeleporter(objective=o) for o in OBJECTIVES},
+        "penalty, sphere (the paper's)": LoRATeleporter(solver=Penalty()),
+        **{f"penalty, {o}": LoRATeleporter(objective=o, solver=Penalty()) for o in ("conflict-exact", "norm-exact")},
         "LoRA, held-out tolerance 2 %": lora(tolerance_heldout=0.02),
         "LoRA, held-out tolerance 10 %": lora(tolerance_heldout=0.1),
         "LoRA, 2 constraint batches": LoRATeleporter(solver=LevelSet(constraints=2)),
@@ -62,16 +79,20 @@ def contestants() -> dict[str, Any]:
     }
 
 
-def moments(problem: Problem, count: int, seed: int, every: int) -> Sequence[tuple[Heads, cost_mtl.COST, list[Any]]]:
+def moments(
+    problem: Problem, count: int, seed: int, every: int
+) -> Sequence[tuple[nn.Module, cost_mtl.COST, list[Any]]]:
     """(model, optimizer, batches) at steps with a dominated conflict, at least ``every`` steps apart."""
     model = problem.model(seed)
-    opt = cost_mtl.COST(torch.optim.Adam(model.parameters(), lr=problem.lr), model, shared=model.trunk, max_norm=1.0,
+    weighting = cost_mtl.EqualWeighting() if problem.name == "toy" else cost_mtl.FairGrad(alpha=2.0)
+    opt = cost_mtl.COST(torch.optim.Adam(model.parameters(), lr=problem.lr), model, shared=model.trunk,
+                        weighting=weighting, max_norm=None if problem.name == "toy" else 1.0,
                         schedule=cost_mtl.TeleportSchedule(start=10**9))  # fmt: skip
     stream = problem.batches(seed)
-    found: list[tuple[Heads, cost_mtl.COST, list[Any]]] = []
-    last = 0
+    found: list[tuple[nn.Module, cost_mtl.COST, list[Any]]] = []
+    last = problem.warmup
     trigger = cost_mtl.DominatedConflict()
-    for step in range(200 * every):
+    for step in range(problem.warmup + 200 * every):
         batch = next(stream)
         if step > every and step - last >= every:
             G = cost_mtl.task_gradients(problem.losses(model, *batch), model.trunk.parameters())
@@ -88,12 +109,12 @@ def drift(before: Tensor, after: Tensor) -> float:
     return float(((after - before).abs() / before.abs()).max())
 
 
-def losses_on(problem: Problem, model: Heads, batch: Any) -> Tensor:
+def losses_on(problem: Problem, model: nn.Module, batch: Any) -> Tensor:
     with torch.no_grad():
         return torch.stack(list(problem.losses(model, *batch).values())).double()
 
 
-def ordinary_step_seconds(problem: Problem, model: Heads, opt: cost_mtl.COST, batch: Any) -> float:
+def ordinary_step_seconds(problem: Problem, model: nn.Module, opt: cost_mtl.COST, batch: Any) -> float:
     model, opt = copy.deepcopy((model, opt))
     times = []
     for _ in range(5):
@@ -103,7 +124,7 @@ def ordinary_step_seconds(problem: Problem, model: Heads, opt: cost_mtl.COST, ba
     return statistics.median(times)
 
 
-def try_one(problem: Problem, moment: tuple[Heads, cost_mtl.COST, list[Any]], teleporter: Any) -> dict[str, Any]:
+def try_one(problem: Problem, moment: tuple[nn.Module, cost_mtl.COST, list[Any]], teleporter: Any) -> dict[str, Any]:
     """One attempt on a copy of the moment."""
     model, opt, batches = moment
     step_seconds = ordinary_step_seconds(problem, model, opt, batches[0])
@@ -124,7 +145,7 @@ def try_one(problem: Problem, moment: tuple[Heads, cost_mtl.COST, list[Any]], te
     after = [losses_on(problem, model, b) for b in unseen]
     model.eval()
     after_eval = [losses_on(problem, model, b) for b in unseen]
-    ratio = None if report.norms_after is None else float((report.norms_after.log() - report.norms_before.log()).mean().exp())  # noqa: E501  # fmt: skip
+    ratio, balanced = norm_ratios(report)
     return {
         "accepted": report.accepted,
         "reason": report.reason,
@@ -133,6 +154,7 @@ def try_one(problem: Problem, moment: tuple[Heads, cost_mtl.COST, list[Any]], te
         "heldout": statistics.mean(drift(a, b) for a, b in zip(before, after, strict=True)),
         "heldout_eval": statistics.mean(drift(a, b) for a, b in zip(before_eval, after_eval, strict=True)),
         "norm_ratio": ratio,
+        "balanced": balanced,
         "cos_before": float(report.cosines_before.min()),
         "cos_after": None if report.cosines_after is None else float(report.cosines_after.min()),
         "steps": seconds / step_seconds - 1,
@@ -141,46 +163,94 @@ def try_one(problem: Problem, moment: tuple[Heads, cost_mtl.COST, list[Any]], te
     }
 
 
+def norm_ratios(report: cost_mtl.TeleportReport) -> tuple[float | None, float | None]:
+    """Geometric mean over the tasks of (gradient norm after / before), plain and weighted by R_i (COST, Eqn 10)."""
+    if report.norms_after is None:
+        return None, None
+    logs = report.norms_after.log() - report.norms_before.log()
+    R = 1 - report.norms_before / report.norms_before.sum()
+    return float(logs.mean().exp()), float(((R * logs).sum() / R.sum()).exp())
+
+
+def gained(row: dict[str, Any]) -> bool:
+    """Whether an accepted move kept its promise: the smallest cosine up by 0.03 where the conflict was what improved, the
+    balanced gradient norms by 5 % where they were."""
+    if row["objective"] == "conflict":
+        return row["cos_after"] - row["cos_before"] >= 0.03
+    return row["balanced"] >= 1.05
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     done = [r for r in rows if r["accepted"]]
+    drifts = [r["drift"] for r in rows if r["drift"] is not None]
+    every = f"{statistics.median(drifts):.2%}" if drifts else "–"
+    steps = f"{statistics.median(r['steps'] for r in rows):.1f}"
     if not done:
-        return ["0 %", *["–"] * 8]
+        return ["0 %", "–", every, *["–"] * 5, steps, "–"]
 
     def median(key):
         return statistics.median(r[key] for r in done)
 
-    gains = [r["cos_after"] - r["cos_before"] for r in done]
-    good = sum(g >= 0.03 or r["norm_ratio"] >= 1.05 for g, r in zip(gains, done, strict=True))
+    conflict = [r for r in done if r["objective"] == "conflict"]
+    good = sum(map(gained, done)) / len(done)
     return [
-        f"{len(done) / len(rows):.0%}", f"{max(r['drift'] for r in done):.2%}", f"{median('heldout'):.1%}",
-        f"{median('heldout_eval'):.1%}", f"{median('norm_ratio'):.2f}",
-        f"{median('cos_before'):+.3f} → {median('cos_after'):+.3f}", f"{good / len(done):.0%}",
-        f"{statistics.median(r['steps'] for r in rows):.1f}", f"{median('length'):.2%}",
+        f"{len(done) / len(rows):.0%} ({len(conflict)} + {len(done) - len(conflict)})",
+        f"{max(r['drift'] for r in done):.2%}", every, f"{median('heldout'):.1%}", f"{median('heldout_eval'):.1%}",
+        f"{median('norm_ratio'):.2f}", f"{median('cos_before'):+.3f} → {median('cos_after'):+.3f}", f"{good:.0%}",
+        steps, f"{median('length'):.2%}",
     ]  # fmt: skip
 
 
-HEADER = ["problem", "teleporter", "accepted", "largest drift, used batches", "held-out drift", "held-out, eval mode",
-          "norm ratio", "smallest cosine", "gain ≥ 0.03 or 5 %", "cost in steps", "length"]  # fmt: skip
+HEADER = ["problem", "teleporter", "accepted (conflict + norm)", "largest drift, used batches", "median, all attempts",
+          "held-out drift", "held-out, eval mode", "norm ratio", "smallest cosine", "promise kept", "cost in steps",
+          "length"]  # fmt: skip
+
+PROBLEMS = {"qm9": qm9, "multimnist": multimnist, "toy": toy}
+
+
+def sweep(problems: dict[str, Any], path: Path) -> None:
+    """Every setting of the curves, on every problem's moments."""
+    results: dict[str, Any] = {}
+    for name, (problem, found) in problems.items():
+        for family, settings in SWEEPS.items():
+            for label, teleporter in settings.items():
+                rows = [
+                    try_one(problem, m, teleporter) for m in tqdm(found, desc=f"{name}, {family}, {label}", leave=False)
+                ]
+                results.setdefault(name, {}).setdefault(family, {})[label] = rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(results, indent=1))
+    plot(path, results)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=["qm9", "multimnist"], choices=["qm9", "multimnist"])
+    parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
     parser.add_argument("--moments", type=int, default=50)
     parser.add_argument("--every", type=int, default=15, help="least number of steps between two moments")
     parser.add_argument("--only", nargs="+", help="names of teleporters")
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--plot", type=Path, help="draw the trade-offs of the networks into this PNG instead of the table"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
+    found = {}
     for name in args.problems:
-        problem: Problem = qm9() if name == "qm9" else multimnist()
-        found = moments(problem, args.moments, 0, args.every)
-        for label, teleporter in contestants().items():
+        problem: Problem = PROBLEMS[name]()
+        seeds = (0, 1) if name == "toy" else (0,)
+        parts = [moments(problem, args.moments // len(seeds), seed, args.every) for seed in seeds]
+        found[name] = (problem, [moment for part in parts for moment in part])
+    if args.plot:
+        sweep({name: pair for name, pair in found.items() if name != "toy"}, args.plot)
+        return
+    print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
+    for name, (problem, where) in found.items():
+        for label, teleporter in contestants(name).items():
             if args.only and label not in args.only:
                 continue
-            rows = [try_one(problem, m, teleporter) for m in tqdm(found, desc=f"{name}, {label}", leave=False)]
+            rows = [try_one(problem, m, teleporter) for m in tqdm(where, desc=f"{name}, {label}", leave=False)]
             results.setdefault(name, {})[label] = rows
             print("| " + " | ".join([f"{name} ({len(rows)})", label, *summary(rows)]) + " |", flush=True)
     if args.out:
