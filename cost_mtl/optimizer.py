@@ -37,7 +37,7 @@ from cost_mtl.evaluation import (
     run,
 )
 from cost_mtl.gradients import Layout, cosines, gramian, norms
-from cost_mtl.parallel import group_for, union
+from cost_mtl.parallel import group_for
 from cost_mtl.parameters import (
     Shared,
     all_trainable,
@@ -283,10 +283,6 @@ class COST(OptimizerWrapper):
         if layout.pieces_group is not None:
             raise RuntimeError(NO_TELEPORTS)
         roots = trajectory.second_moment_root(self.base, layout.params)
-        # An optimizer that is itself shared out (ZeroRedundancyOptimizer) has it in one process and not in another.
-        missing = torch.tensor([int(roots is None)], dtype=torch.uint8, device=layout.device)
-        if self._group is not None and bool(union(missing, self._group)):
-            roots = None
         scale = None if roots is None else layout.flatten(roots)
         return self._driver.problem(
             self.model, (layout, own), [thunks, *earlier], before, now, M, scale, self._group, self.progress

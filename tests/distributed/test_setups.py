@@ -67,7 +67,7 @@ def share_the_optimizer_out(rank, zero, teleporter):
     else:
         base = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer = COST(
-        base, wrapped, shared=model.trunk[0], teleporter=teleporter, trigger=lambda M: True,
+        base, wrapped, shared=model.trunk, teleporter=teleporter, trigger=lambda M: True,
         schedule=TeleportSchedule(start=1, cooldown=1),
     )  # fmt: skip
     for seed in range(4):
@@ -77,7 +77,6 @@ def share_the_optimizer_out(rank, zero, teleporter):
 
 @pytest.mark.parametrize("teleporter", [None, DenseTeleporter()], ids=["none", "dense"])
 def test_an_optimizer_that_is_shared_out_over_the_processes(teleporter):
-    """Its second moments, which scale a teleport's directions, are then in one process only."""
     results = spawn(2, share_the_optimizer_out, True, teleporter)
     assert_in_step(results)
     if teleporter is None:
