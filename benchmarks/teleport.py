@@ -173,8 +173,8 @@ def norm_ratios(report: cost_mtl.TeleportReport) -> tuple[float | None, float | 
 
 
 def gained(row: dict[str, Any]) -> bool:
-    """Whether an accepted move kept its promise: the smallest cosine up by 0.03 where the conflict was what improved, the
-    balanced gradient norms by 5 % where they were."""
+    """Whether an accepted move kept its promise: the smallest cosine up by 0.03 where the conflict was what improved,
+    the balanced gradient norms by 5 % where they were."""
     if row["objective"] == "conflict":
         return row["cos_after"] - row["cos_before"] >= 0.03
     return row["balanced"] >= 1.05
