@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
 
-from tests.contract import BASES, build, net, train, train_plainly
+from tests.contract import BASES, build, matrices, net, train, train_plainly
 
 SCHEDULERS = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 0.9**epoch),
@@ -41,26 +41,27 @@ def test_the_table_names_every_scheduler_of_torch():
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "RMSprop", "Adadelta"])
+@pytest.mark.parametrize("name", BASES)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_drive_it_as_they_drive_the_base(name, kind):
     model, plain = net(2, torch.float64), net(2, torch.float64)
     optimizer = build(name, model)
-    base = BASES[name]([{"params": list(plain.trunk.parameters())}, {"params": list(plain.heads.parameters())}])
+    base = BASES[name]([{"params": matrices(name, part.parameters())} for part in (plain.trunk, plain.heads)])
     seen = {}
     for owner, run in ((optimizer, partial(train, optimizer, model)), (base, partial(train_plainly, base, plain))):
         scheduler, rates = SCHEDULERS[kind](owner), []
 
         def after(values, owner=owner, scheduler=scheduler, rates=rates):
             scheduler.step(*([float(values.sum())] if kind == "ReduceLROnPlateau" else []))
-            rates.append([(g["lr"], g.get("momentum"), g.get("betas")) for g in owner.param_groups])
+            rates.append([(float(g["lr"]), g.get("momentum"), g.get("betas")) for g in owner.param_groups])
 
-        run(6, after)
+        run(5, after)
         seen[owner] = rates
     assert seen[optimizer] == seen[base]
     assert len({str(row) for row in seen[base]}) > 1  # the schedule did something
+    close = {"rtol": 1e-2, "atol": 1e-3} if name == "Muon" else {"rtol": 1e-8, "atol": 1e-10}  # it works in bfloat16
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(p, q, **close)
 
 
 def test_param_groups_are_one_object_for_everyone():
