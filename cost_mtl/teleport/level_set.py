@@ -25,7 +25,6 @@ from cost_mtl.teleport.ascent import Objective, Standpoint, named
 from cost_mtl.teleport.solver import Result, heldout_batch, norm, theta_norm, used_batches
 from cost_mtl.teleport.space import Space
 
-
 LEAST_CUT, LARGEST_CUT = 0.5, 0.85
 """Bounds of the factor by which a step that left the tolerance is shortened. A long step's drift grows faster than its
 length: cutting it by more than half would leave a part of what is allowed unused (measured)."""
