@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from cost_mtl import agreement, scaling, trajectory
 from cost_mtl.allocator import keep_freed_memory
+from cost_mtl.arguments import at_least, one_of
 from cost_mtl.base import (
     Closure,
     ObservingWeighting,
@@ -23,7 +24,7 @@ from cost_mtl.base import (
     Weighed,
     WeightingInputs,
 )
-from cost_mtl.checkpoint import Progress, beside, name_of
+from cost_mtl.checkpoint import Progress, name_of
 from cost_mtl.compiled import as_it_is, keep_saved_tensors
 from cost_mtl.evaluation import (
     Evaluation,
@@ -36,23 +37,21 @@ from cost_mtl.evaluation import (
     reached_by_several,
     run,
 )
-from cost_mtl.gradients import Layout, cosines, gramian, norms
+from cost_mtl.gradients import Layout, cosines, norms
 from cost_mtl.parallel import group_for
 from cost_mtl.parameters import (
     Shared,
     all_trainable,
-    at_rest,
     held_by,
     resolve_shared,
     warn_about_shared,
     warn_about_weighting,
 )
-from cost_mtl.precision import no_autocast
 from cost_mtl.sharding import NO_TELEPORTS, is_sharded, reshard
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
-from cost_mtl.teleport.problem import Problem
 from cost_mtl.teleport.replay import Moment
+from cost_mtl.teleport.site import Site, moment_of
 from cost_mtl.trajectory import HTR
 from cost_mtl.triggers import DominatedConflict, TeleportSchedule
 from cost_mtl.update import (
@@ -157,12 +156,12 @@ class COST(OptimizerWrapper):
         super().__init__(base)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-        _one_of("htr", htr, trajectory.POLICIES)
-        _one_of("heads", heads, ("own", "weighted"))
-        _one_of("gradients", gradients, ("full",))
-        _one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
-        _at_least("memory", memory, 0)
-        _at_least("every", every, 1)
+        one_of("htr", htr, trajectory.POLICIES)
+        one_of("heads", heads, ("own", "weighted"))
+        one_of("gradients", gradients, ("full",))
+        one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
+        at_least("memory", memory, 0)
+        at_least("every", every, 1)
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm: expected a number > 0 or None, got {max_norm}")
         self.model = model
@@ -211,7 +210,7 @@ class COST(OptimizerWrapper):
             return as_it_is(COST.step, self, closure, *batch)
         thunks = self._thunks(closure, batch)
         may_teleport = self._driver.allowed(self.progress) and not self._reuses_weights()
-        before = self._moment() if may_teleport or self.on_nonfinite == "skip" else None
+        before = moment_of(self.base, self.model) if may_teleport or self.on_nonfinite == "skip" else None
         now = self._evaluate(thunks)
         M, host = host_read(now, self._group)
         losses = now.losses
@@ -221,8 +220,7 @@ class COST(OptimizerWrapper):
         if may_teleport and before is not None and len(now.names) > 1 and now.layout.params:
             conflict = self._driver.conflict(host.gramian)
             if conflict:
-                now = now.whole()
-                now, M, teleport = self._teleport_in_step(thunks, batch, before, now, M)
+                now, M, teleport = self._teleport_in_step(self._site(thunks, batch, before), now.whole(), M)
         weighed = self._weigh(now, M)
         self._write(now, weighed)
         self._reuse_history(now.layout)
@@ -245,7 +243,7 @@ class COST(OptimizerWrapper):
         thunks = self._thunks(closure, batch)
         if self._driver.teleporter is None:
             raise RuntimeError("teleport: this COST has teleporter=None")
-        before = self._moment()
+        before = moment_of(self.base, self.model)
         with torch.no_grad():
             try:
                 self._buffer = None  # the last step's .grad are views of it, and another optimizer may yet use them
@@ -256,73 +254,9 @@ class COST(OptimizerWrapper):
                     raise FloatingPointError(complaint(now, bad, self.progress.step))
                 if not now.layout.params:
                     raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
-                here, M = self._movable(now.whole(), M)
-                if not here.layout.params:
-                    raise ValueError("teleport: every shared parameter is in a param group with learning rate 0")
-                problem = self._problem(thunks, batch, before, here, M)
-                with no_autocast():
-                    outcome = self._driver.run(problem, self.progress, self.htr, self._spare)
+                return self._site(thunks, batch, before).teleport(now.whole(), M)
             finally:
                 before.restore()
-        return outcome.report
-
-    # ------------------------------------------------------------------------------------------ teleports
-
-    def _moment(self) -> Moment:
-        """Random streams and buffers as they are now."""
-        devices = {p.device for p in all_trainable(self.base, self.model)}
-        return Moment.capture(self.model.modules(), devices)
-
-    def _problem(
-        self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: Moment, now: Evaluation, M: Tensor
-    ) -> Problem:
-        memory = [beside(old, batch) for old in reversed(self.progress.memory)] if batch else []
-        earlier = [[replace(t, batch=old) for t in thunks] for old in memory]
-        layout = now.layout
-        own = [p for p in all_trainable(self.base, self.model) if id(p) not in layout.index]
-        if layout.pieces_group is not None:
-            raise RuntimeError(NO_TELEPORTS)
-        roots = trajectory.second_moment_root(self.base, layout.params)
-        scale = None if roots is None else layout.flatten(roots)
-        return self._driver.problem(
-            self.model, (layout, own), [thunks, *earlier], before, now, M, scale, self._group, self.progress
-        )
-
-    def _movable(self, now: Evaluation, M: Tensor) -> tuple[Evaluation, Tensor]:
-        """The evaluation without the shared parameters whose learning rate is 0: they are to stay where they are."""
-        resting = at_rest(self.base)
-        moving = [p for p in now.layout.params if id(p) not in resting]
-        if len(moving) == len(now.layout.params):
-            return now, M
-        part = promote(now, Layout(moving))
-        return part, gramian(part.gradients.matrix, dtype=M.dtype)
-
-    def _teleport_in_step(
-        self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: Moment, now: Evaluation, M: Tensor
-    ) -> tuple[Evaluation, Tensor, TeleportReport | None]:
-        here, M_here = self._movable(now, M)
-        if not here.layout.params:
-            return now, M, None
-        after = self._moment()
-        problem = self._problem(thunks, batch, before, here, M_here)
-        try:
-            if not self._driver.persists(problem):
-                return now, M, None
-            with no_autocast():
-                outcome = self._driver.run_in_step(problem, self.progress, self.htr, self._spare)
-        finally:
-            after.restore()
-        if outcome is None:
-            return now, M, None
-        if outcome.evaluation is None or outcome.gramian is None:
-            return now, M, outcome.report
-        there, M_there = outcome.evaluation, outcome.gramian
-        if here is not now:
-            there = promote(there, now.layout)
-            M_there = gramian(there.gradients.matrix, dtype=M.dtype)
-        # The gradients at the new point replace those at the old; the buffers change roles.
-        self._buffer, self._spare = there.gradients.matrix, now.gradients.matrix
-        return there, M_there, outcome.report
 
     # ------------------------------------------------------------------------------------------ its parts
 
@@ -331,6 +265,19 @@ class COST(OptimizerWrapper):
         thunks = bind(closure, batch, scaling.scale_of(self.scaler, self.base))
         self._group = agreement.meet_(self.base, self.model, self.process_group, first=self.last_step is None)
         return thunks
+
+    def _site(self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: Moment) -> Site:
+        return Site(self.base, self.model, self._driver, self.progress, self.htr, self._group,
+                    thunks, batch, before, self._spare)  # fmt: skip
+
+    def _teleport_in_step(
+        self, site: Site, now: Evaluation, M: Tensor
+    ) -> tuple[Evaluation, Tensor, TeleportReport | None]:
+        there, M, report = site.teleport_in_step(now, M)
+        if there is not now:
+            # The gradients at the new point replace those at the old; the buffers change roles.
+            self._buffer, self._spare = there.gradients.matrix, now.gradients.matrix
+        return there, M, report
 
     def _layout(self) -> tuple[Layout, list[Tensor]]:
         """The trainable shared parameters and all other trainable ones."""
@@ -446,7 +393,7 @@ class COST(OptimizerWrapper):
         if not isinstance(self.weighting, ObservingWeighting) or not _is_weighed(now):
             return
         # The losses after the update must not count in running statistics or shift the random streams.
-        moment = self._moment()
+        moment = moment_of(self.base, self.model)
         values = [tasks.values for tasks in run(thunks, self.model)]
         moment.restore()
         reshard(self.model)
@@ -502,13 +449,3 @@ class COST(OptimizerWrapper):
 def _is_weighed(now: Evaluation) -> bool:
     """Whether the weighting is asked: several tasks that share something, and no weights of an earlier step."""
     return now.weights is None and len(now.names) > 1 and bool(now.layout.params)
-
-
-def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
-def _at_least(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cost_mtl.agreement import lacks_memory
 from cost_mtl.base import RemembersIterates, Teleporter, TeleportReport, Trigger
 from cost_mtl.checkpoint import Progress
-from cost_mtl.evaluation import Evaluation, Thunk
 from cost_mtl.gradients import Layout, combine, gramian
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
-from cost_mtl.teleport.replay import Moment
 from cost_mtl.teleport.transaction import Outcome, attempt, rejected
 from cost_mtl.trajectory import HTR, sigma_for
 from cost_mtl.triggers import TeleportSchedule
@@ -77,35 +75,6 @@ class TeleportDriver:
         """Keyed on (seed, step): the same in a resumed run and on every process."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + step) % (1 << 63))
 
-    def problem(
-        self,
-        model: nn.Module,
-        parameters: tuple[Layout, Sequence[Tensor]],
-        closures: Sequence[Sequence[Thunk]],
-        before: Moment,
-        now: Evaluation,
-        M: Tensor,
-        scale: Tensor | None,
-        group: Any,
-        progress: Progress,
-    ) -> Problem:
-        """The landscape around the current point; see :class:`~cost_mtl.teleport.problem.Problem`."""
-        layout, own = parameters
-        return Problem(
-            model=model,
-            layout=layout,
-            own=own,
-            closures=closures,
-            moment=before,
-            losses=now.losses.double(),
-            gradients=now.gradients.matrix,
-            gramian=M.double(),
-            scale=scale,
-            generator=self.generator(progress.step),
-            iterates=[t for t in progress.iterates if len(t) == layout.numel],
-            group=group,
-        )
-
     def persists(self, problem: Problem) -> bool:
         """Whether the conflict is there on an earlier batch, too (``schedule.confirm``)."""
         if not self.schedule.confirm or problem.batches < 2:
@@ -142,7 +111,7 @@ class TeleportDriver:
         except REFUSALS as error:
             if type(error).__name__ not in self.said:
                 self.said.add(type(error).__name__)
-                warnings.warn(f"no teleport, here and later (said once): {error}", stacklevel=6)
+                warnings.warn(f"no teleport, here and later (said once): {error}", stacklevel=7)
             return None
         except (RuntimeError, MemoryError) as error:
             if not lacks_memory(error):

@@ -1,0 +1,17 @@
+"""Checks of arguments: each error names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raises ValueError unless ``value`` is among ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def at_least(name: str, value: object, least: int) -> None:
+    """Raises ValueError unless ``value`` is an integer (not a bool) from ``least`` upwards."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
