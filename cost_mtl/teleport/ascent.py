@@ -170,8 +170,9 @@ class Sharpness:
 @dataclass(frozen=True)
 class Sphere:
     """L_g as in :class:`Sharpness`, with the maximum over n random eps on the sphere, common to the tasks, as in the
-    official code (COST, Eqns 6-7). Fidelity only: a random direction in m dimensions sees 1/sqrt(m) of a gradient, so
-    that it was measured to do nothing beyond toys.
+    official code (COST, Eqns 6-7). For fidelity: a random direction in m dimensions sees 1/sqrt(m) of a gradient. In
+    the paper's penalty it was measured to do nothing; on the level set, which gives the step its length, it is
+    accepted less often than :class:`Sharpness` (docs/teleport.md).
 
     Args:
         samples: n; default 5, the official code's.
