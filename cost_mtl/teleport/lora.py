@@ -25,8 +25,8 @@ class NoAdaptableLayerError(ValueError):
 class LoRATeleporter:
     """Delta theta as a low-rank PEFT adapter on the shared Linear and Conv layers, merged afterwards (COST, Eqns 5-11).
 
-    The paper trains the adapter by Adam on loss invariance minus gamma times sharpness. Measured, that either does
-    nothing or trades invariance for gradient norm; here the adapter is moved along the level set of all task losses
+    The paper trains the adapter by Adam on loss invariance minus gamma times sharpness (``solver=Penalty()``). Measured,
+    that trades invariance for its gain; by default the adapter is moved along the level set of all task losses
     (``cost_mtl.teleport.level_set``), in one step without double backward.
 
     Args:
