@@ -25,9 +25,9 @@ class NoAdaptableLayerError(ValueError):
 class LoRATeleporter:
     """Delta theta as a low-rank PEFT adapter on the shared Linear and Conv layers, merged afterwards (COST, Eqns 5-11).
 
-    The paper trains the adapter by Adam on loss invariance minus gamma times sharpness (``solver=Penalty()``), which was
-    measured to trade invariance for its gain. By default the adapter is moved along the level set of all task losses
-    instead (``cost_mtl.teleport.level_set``), in one step without double backward.
+    The paper trains the adapter by Adam on loss invariance minus gamma times sharpness (``solver=Penalty()``), which
+    was measured to trade invariance for its gain. By default the adapter is moved along the level set of all task
+    losses instead (``cost_mtl.teleport.level_set``), in one step without double backward.
 
     Args:
         rank: of the adapter; default 5, the paper's. It hardly matters (1, 5 and 16 were measured).
