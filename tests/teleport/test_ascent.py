@@ -11,7 +11,7 @@ import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, LoRATeleporter, TeleportSchedule
 from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.adapters import ADAPTER, adapters
-from cost_mtl.teleport.ascent import NAMED, OfGradients, Sharpness, Sphere, Standpoint, named
+from cost_mtl.teleport.ascent import NAMED, OfGradients, Sharpness, Slope, Sphere, Standpoint, named
 from cost_mtl.teleport.dense import DenseSpace
 from cost_mtl.teleport.difference import DifferenceSpace
 from cost_mtl.teleport.layers import shared_layers
@@ -231,3 +231,25 @@ def test_wrong_settings_are_named():
     with pytest.raises(ValueError, match="'sphere'"):
         named("spheres")
     assert named(Sphere(samples=2)) == Sphere(samples=2)
+
+
+def test_an_objective_of_ones_own():
+    class FirstNorm:
+        """log of the first task's gradient norm alone."""
+
+        promise = "norm"
+        loss_units = False
+
+        def slope(self, at):
+            G, M = at.task_gradients()
+            (moved,) = at.space.gradients_at(G[:1].sum(dim=0) * (1e-2 / float(G[0].norm())), at.batch, [[0]])
+            gradient = (moved - at.J[0]) / 1e-2 / float(G[0].norm())
+            return Slope(0.5 * float(M[0, 0].log()), gradient, wanted=0.2)
+
+    model, x, ys = conflicting()
+    loose = Acceptance(min_norm=-1.0)
+    opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk,
+                        teleporter=DenseTeleporter(FirstNorm(), acceptance=loose))  # fmt: skip
+    report = opt.teleport(lambda: losses(model, x, ys))
+    assert report.accepted, report.reason
+    assert float(report.norms_after[0]) > 1.02 * float(report.norms_before[0])
