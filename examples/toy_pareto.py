@@ -49,7 +49,7 @@ class Settings:
     """
 
     points: Sequence[tuple[float, float]] = POINTS
-    steps: int = 10_000
+    steps: int = 12_000
     lr: float = 3e-3
     betas: tuple[float, float] = (0.9, 0.999)
     start: int = 500
