@@ -208,14 +208,17 @@ ARMS: dict[str, Arm] = {
     "adapter-loha": Arm("LoHa", _peft("LoHaConfig", r=5, alpha=5)),
     "adapter-oft": Arm("OFT", _peft("OFTConfig", r=0, oft_block_size=4)),
     "constraints": Arm("three earlier batches kept", lambda: LoRATeleporter(solver=LevelSet(constraints=3))),
+    "strict": Arm("held-out tolerance 1 %", lambda: LoRATeleporter(acceptance=Acceptance(tolerance_heldout=0.01))),
+    "dense": Arm("dense, no adapter", cost_mtl.DenseTeleporter),
     "often": Arm("four attempts an epoch", LoRATeleporter, cooldown=0.25),
     "often-placebo": Arm("placebo, four attempts an epoch", Placebo, cooldown=0.25),
 }
 AXES: tuple[tuple[tuple[str, str, str], tuple[str, ...]], ...] = (
+    (("multimnist", "cagrad", "adam"), ("constraints", "strict", "dense")),
     (
         ("multimnist", "fairgrad", "adam"),
         ("no-lt", "paper", "paper-no-lt", "paper-no-htr", "htr-keep", "htr-momentum", "htr-paper", "htr-reset",
-         "htr-rollback", "constraints", "often", "often-placebo"),
+         "htr-rollback", "often", "often-placebo"),
     ),
     (("qm9", "fairgrad", "adam"), ("trigger-weak", "trigger-share", "adapter-loha", "adapter-oft")),
 )  # fmt: skip

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # scripts, no
 
 import ablation
 import ablation_arms
+import ablation_drift
 import ablation_report
 import ablation_run
 from ablation_arms import NoMove, Placebo, cost_move, random_move
@@ -306,3 +307,42 @@ def test_smoke_from_the_command_line(
     ablation.main(["report", *common, "--plot", str(tmp_path / "p.png")])
     assert "MultiMNIST, Nash-MTL, SGD" in capsys.readouterr().out
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------------------------ drift
+
+
+def test_losses_of_the_training_set_are_those_of_its_chunks_and_leave_the_model_alone(study: Study) -> None:
+    """Two chunks of 40 of 96 pairs; the remaining 16 are left out."""
+    model = study.problem.model(0)
+    before = copy.deepcopy(model.state_dict())
+    losses = ablation_drift.whole_losses(study.problem, model, chunk=40)
+    expected = 0.0
+    for rows in (slice(0, 40), slice(40, 80)):
+        parts = study.problem.losses(copy.deepcopy(model), *(t[rows] for t in study.problem.train))
+        expected = expected + torch.stack(list(parts.values())).detach().double() / 2
+    torch.testing.assert_close(losses, expected)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_points_lie_on_the_plain_run_and_trying_teleports_there_does_not_change_it(study: Study) -> None:
+    settings = with_arm("cost", epochs=4)
+    ends = []
+    for tried in (False, True):
+        for model, optimizer, batch in ablation_drift.points(settings, study, every=5):
+            if tried:
+                twin, opt = copy.deepcopy((model, optimizer))
+                opt.teleport(study.problem.losses, twin, *batch)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_drift_table_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ablation_drift.main(
+        ["--smoke", "--problems", "multimnist", "--arms", "cost", "placebo", "--seeds", "0", "--every", "4",
+         "--data-dir", str(tmp_path)]
+    )  # fmt: skip
+    rows = {row.split("|")[1].strip(): row for row in capsys.readouterr().out.splitlines() if row.startswith("|")}
+    assert {"cost", "placebo"} < rows.keys()
+    assert "of 3" in rows["cost"]
