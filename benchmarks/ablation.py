@@ -67,7 +67,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Add one line, after cutting off an unfinished one."""
+    """Add one line, after cutting off an unfinished one. Raises ValueError for a compressed file."""
+    if path.suffix == ".gz":
+        raise ValueError(f"path: expected a .jsonl file to add to, got {path}; decompress it first")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         file.seek(0)

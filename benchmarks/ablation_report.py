@@ -223,6 +223,13 @@ def summary(results: Results) -> str:
     return Table(header, rows).markdown()
 
 
+def never(results: Results) -> str:
+    """How many runs of each arm never reach the fixed loss."""
+    counts = {arm: sum(results.never(setting, arm) for setting in results.runs) for arm in MAIN}
+    text = ", ".join(f"{count} {arm}" for arm, count in counts.items())
+    return f"Runs that never reach it, and count with the length of the training: {text}.\n"
+
+
 def report(records: Sequence[dict[str, Any]], plot: Path | None = None) -> str:
     """Markdown of everything that the records allow."""
     results = Results.of(records)
@@ -235,7 +242,7 @@ def report(records: Sequence[dict[str, Any]], plot: Path | None = None) -> str:
         parts += [
             "Δm, difference from plain in points (lower is better):", main_table(main, "delta_m").markdown(),
             "Steps to the fixed training loss, difference from plain in percent:",
-            main_table(main, "steps").markdown(), "Beyond two standard errors:", summary(main),
+            main_table(main, "steps").markdown(), never(main), "Beyond two standard errors:", summary(main),
             "Teleports:", teleport_table(main, complete, ("cost", "placebo")).markdown(),
         ]  # fmt: skip
         if plot is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import math
 import sys
@@ -177,6 +178,12 @@ def test_a_second_command_does_only_what_is_missing(
     ablation.execute([SMALL, with_arm("plain", seed=1)], path, tmp_path)
     assert path.read_bytes().startswith(first)
     assert [r["settings"]["seed"] for r in ablation.read(path)] == [0, 1]
+    packed = tmp_path / "records.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert ablation.read(packed) == ablation.read(path)
+    ablation.execute([SMALL], packed, tmp_path)
+    with pytest.raises(ValueError, match="decompress"):
+        ablation.execute([with_arm("plain", seed=2)], packed, tmp_path)
     path.write_text("{broken\n" + first.decode())
     with pytest.raises(ValueError, match="line 1"):
         ablation.read(path)
