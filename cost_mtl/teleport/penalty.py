@@ -20,8 +20,8 @@ class Penalty:
 
     L_t = (1/K) sum_i |L_i - L_i*| with L_i* the loss before the teleport (each term relative to |L_i*| where the
     objective L_g has not the unit of a loss), L_g the objective; ``objective="auto"`` is the paper's, ``"sphere"``.
-    Measured, it buys its gain with loss or does nothing (docs/teleport.md), so :class:`~cost_mtl.LevelSet` is the default. The
-    transaction rejects what leaves the tolerance, as ever.
+    Measured, it buys its gain with loss or does nothing (docs/teleport.md), so :class:`~cost_mtl.LevelSet` is the
+    default. The transaction rejects what leaves the tolerance, as ever.
 
     Args:
         gamma: weight of L_g. Default 0.1, the paper's (the official code: 10 L_t - 0.5 L_g).
