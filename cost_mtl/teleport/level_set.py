@@ -10,6 +10,7 @@ By default all of it is first order (no double backward), so fused attention and
    length * ||theta||, then Gauss-Newton corrections that bring every loss back to where it was to second order. If a
    loss stays outside the tolerance there, or outside the wider one on a held-out batch, the step is shortened and
    done again (shortening a corrected move would not do: its corrections are of second order).
+5. If the held-out losses rose in the mean, the losses on the used batches are lowered for it, within the tolerance.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from cost_mtl.teleport.space import Space
 LEAST_CUT, LARGEST_CUT = 0.5, 0.85
 """Bounds of the factor by which a step that left the tolerance is shortened. A long step's drift grows faster than its
 length: cutting it by more than half would leave a part of what is allowed unused (measured)."""
+
+FALL = 0.9
+"""Share of the used batches' tolerance that may be spent on lowering their losses."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,13 @@ class LevelSet:
     halvings: int = 6
     epsilon: float = 0.01
     constraints: int = 1
+    settling: int = 2
 
     def __post_init__(self) -> None:
         for name in ("length", "shortest", "epsilon"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: expected a number > 0, got {getattr(self, name)}")
-        for name, least in (("corrections", 0), ("halvings", 0), ("constraints", 0)):
+        for name, least in (("corrections", 0), ("halvings", 0), ("constraints", 0), ("settling", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name}: expected an integer >= {least}, got {getattr(self, name)}")
 
@@ -127,19 +132,47 @@ def _step(
         phi, drift = _corrected(problem, space, s * scale, kept, settings.corrections)
         excess = drift / kept.rule.tolerance
         if excess <= 1:
-            excess = _heldout_drift(problem, kept) / kept.rule.tolerance_heldout
-        if excess <= 1:
-            return phi
+            drift_heldout, rise = _elsewhere(problem, kept)
+            excess = drift_heldout / kept.rule.tolerance_heldout
+            if excess <= 1:
+                return _settled(problem, space, phi, rise, kept, settings.settling)
         # The drift of a short step is about proportional to its length: aim a little below what is allowed.
         scale *= max(LEAST_CUT, LARGEST_CUT / excess)
     return None
 
 
-def _heldout_drift(problem: TeleportProblem, kept: _Constraints) -> float:
+def _elsewhere(problem: TeleportProblem, kept: _Constraints) -> tuple[float, float]:
+    """Largest relative change of a loss on the held-out batch, and their mean rise; 0 where there is none."""
     if kept.heldout is None:
-        return 0.0
-    reference = problem.reference(kept.heldout)
-    return ob.relative_change(reference, problem.evaluate(kept.heldout), kept.rule.invariance)
+        return 0.0, 0.0
+    before, after = problem.reference(kept.heldout), problem.evaluate(kept.heldout)
+    return ob.relative_change(before, after, kept.rule.invariance), ob.mean_rise(before, after, kept.rule.invariance)
+
+
+def _settled(
+    problem: TeleportProblem, space: Space, phi: Tensor, rise: float, kept: _Constraints, settling: int
+) -> Tensor:
+    """phi, or where the held-out losses rose, a point at which those on the used batches fell for it.
+
+    All losses of the used batches are lowered by the same relative amount: by the rise first, then by what the secant
+    rule asks for to make the rise vanish, as far as their tolerance goes. A point outside a tolerance is dropped.
+    """
+    most = FALL * kept.rule.tolerance
+    settled, left, fall = phi, rise, min(rise, most)
+    for _ in range(settling):
+        if not left > 0:
+            break
+        residual = torch.cat([ob.kept(fall * losses.abs(), kept.rule.invariance) for losses in kept.start])
+        lower = phi + ob.restore_step(kept.J, residual, None, kept.metric)
+        _, drift = _corrected(problem, space, lower, kept, 0)
+        drift_heldout, left = _elsewhere(problem, kept)
+        if drift > kept.rule.tolerance or drift_heldout > kept.rule.tolerance_heldout or not left < rise:
+            break
+        settled = lower
+        if fall == most:
+            break
+        fall = min(fall * rise / (rise - left), most)
+    return settled
 
 
 def _corrected(

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from cost_mtl.gradients import cosines, gramian, norms
 
-MARGIN = 0.1
+MARGIN = 0.05
 """Smallest cosine with the mean gradient that the conflict objective aims for."""
 
-AIM_NORM = 0.1
+AIM_NORM = 0.07
 """Relative rise of the balanced gradient norms that the norm objective aims for."""
 
 SOFTNESS = 0.03
@@ -151,6 +151,12 @@ def relative_change(before: Tensor, after: Tensor, invariance: str = "each") -> 
     change = kept(after - before, invariance).abs()
     relative = torch.where(change == 0, 0.0, change / kept(before.abs(), invariance))
     return float(torch.where(relative.isnan(), torch.inf, relative).max())
+
+
+def mean_rise(before: Tensor, after: Tensor, invariance: str = "each") -> float:
+    """Mean relative rise of what has to be kept: of each task's loss, or of the mean loss; references of 0 left out."""
+    change, size = kept(after - before, invariance), kept(before.abs(), invariance)
+    return float((change[size > 0] / size[size > 0]).mean()) if bool((size > 0).any()) else 0.0
 
 
 def project_out(J: Tensor, u: Tensor, metric: Tensor | None = None) -> Tensor:
