@@ -191,10 +191,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     def median(key):
         return statistics.median(r[key] for r in done)
 
-    conflict = [r for r in done if r["objective"] == "conflict"]
+    count = {objective: sum(r["objective"] == objective for r in done) for objective in ("conflict", "norm")}
     good = sum(map(gained, done)) / len(done)
     return [
-        f"{len(done) / len(rows):.0%} ({len(conflict)} + {len(done) - len(conflict)})",
+        f"{len(done) / len(rows):.0%} ({count['conflict']} + {count['norm']})",
         f"{max(r['drift'] for r in done):.2%}", every, f"{median('heldout'):.1%}", f"{median('heldout_eval'):.1%}",
         f"{median('norm_ratio'):.2f}", f"{median('cos_before'):+.3f} → {median('cos_after'):+.3f}", f"{good:.0%}",
         steps, f"{median('length'):.2%}",
