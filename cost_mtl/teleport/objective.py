@@ -16,7 +16,10 @@ from cost_mtl.gradients import cosines, gramian, norms
 MARGIN = 0.05
 """Smallest cosine with the mean gradient that the conflict objective aims for."""
 
-AIM_NORM = 0.07
+LEAST_RISE = 0.1
+"""Least rise of that cosine to aim for: clearly more than what an accepted move has to gain."""
+
+AIM_NORM = 0.1
 """Relative rise of the balanced gradient norms that the norm objective aims for."""
 
 SOFTNESS = 0.03
@@ -117,7 +120,7 @@ def gain(objective: str, before: Tensor, after: Tensor) -> float:
 def wanted_gain(objective: str, M: Tensor) -> float:
     """Rise of phi to aim for: the conflict resolved with a margin, or clearly larger norms."""
     if objective == "conflict":
-        return max(MARGIN - float(cosines(M)[worst_task(M)]), MARGIN)
+        return max(MARGIN - float(cosines(M)[worst_task(M)]), LEAST_RISE)
     return AIM_NORM * float(balance(M).sum())
 
 
