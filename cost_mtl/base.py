@@ -319,6 +319,10 @@ class Move:
     otherwise: Callable[[TeleportProblem], Move] | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
 
+    def __post_init__(self) -> None:
+        if self.objective not in ("conflict", "norm", "none"):
+            raise ValueError(f"objective: expected 'conflict', 'norm' or 'none', got {self.objective!r}")
+
 
 @runtime_checkable
 class Teleporter(Protocol):

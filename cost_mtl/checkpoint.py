@@ -70,6 +70,7 @@ class Progress:
         weights: w [K] of the last solve, kept for ``every`` > 1.
         weighting: the weighting's own state.
         num_tasks: K of the last step; None before the first.
+        names: its tasks, in order.
         shared: indices of the shared parameters among the model's, where they are found from the graph.
         memory: the last batches, latest last.
         iterates: earlier values of the shared parameters [m], latest last, for a teleporter that works with them.
@@ -84,6 +85,7 @@ class Progress:
     weights: Tensor | None = None
     weighting: State = field(default_factory=dict)
     num_tasks: int | None = None
+    names: list[str] = field(default_factory=list)
     shared: list[int] = field(default_factory=list)
     memory: list[tuple[Any, ...]] = field(default_factory=list)
     iterates: list[Tensor] = field(default_factory=list)
@@ -127,5 +129,5 @@ class Progress:
                     "starts anew",
                     stacklevel=3,
                 )
-            progress.weighting, progress.weights, progress.num_tasks = {}, None, None
+            progress.weighting, progress.weights, progress.num_tasks, progress.names = {}, None, None, []
         return progress

@@ -18,7 +18,13 @@ from cost_mtl.agreement import (
 )
 from cost_mtl.frameworks import refuse_accumulation
 from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
-from cost_mtl.losses import TaskLosses, other_parameters, refuse_reentrant_checkpoints, split_losses
+from cost_mtl.losses import (
+    TaskLosses,
+    other_parameters,
+    refuse_reentrant_checkpoints,
+    split_losses,
+    warn_about_constants,
+)
 from cost_mtl.parallel import mean_, mean_own_, union, without_reducer
 from cost_mtl.parameters import warn_about_others
 from cost_mtl.precision import Autocast
@@ -161,6 +167,7 @@ def measure(
                 own, layout = [*layout.params, *own], Layout(())
             if look_closely and result is None and not any(map(is_sharded, (*layout.params, *own))):
                 warn_about_others(other_parameters(tasks.roots, [*layout.params, *own]))
+                warn_about_constants(tasks)
             result = collect(tasks, layout, own, out=out, factor=1.0 / len(thunks), add_to=result)
             if look_closely and len(result.reached) + len(result.own) < len(layout.params) + len(own):
                 refuse_reentrant_checkpoints(tasks.roots)

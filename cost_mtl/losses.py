@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -99,6 +100,8 @@ def _from_scalars(names: list[str], scalars: list[object]) -> TaskLosses:
     for name, scalar in zip(names, scalars, strict=True):
         if not isinstance(scalar, Tensor):
             raise TypeError(f"{EXPECTED}; the loss of task {name!r} is {_describe(scalar)}")
+        if not scalar.dtype.is_floating_point:
+            raise TypeError(f"{EXPECTED}; the loss of task {name!r} is a tensor of {scalar.dtype} (a metric?)")
         if scalar.numel() != 1:
             raise ValueError(f"{EXPECTED}; the loss of task {name!r} is {_describe(scalar)}, not a scalar: reduce it "
                              "to one number first, e.g. with .mean()")  # fmt: skip
@@ -134,6 +137,18 @@ def _unstack(losses: Tensor) -> list[GradientEdge | None] | None:
     if node is None or node.name() != "StackBackward0" or len(node.next_functions) != losses.numel():
         return None
     return [None if below is None else GradientEdge(below, nr) for below, nr in node.next_functions]
+
+
+def warn_about_constants(tasks: TaskLosses) -> None:
+    """Say that a value without a graph counts as a task: a metric among the losses, probably. A task without labels,
+    given as a constant zero, is no mistake."""
+    for name, root, value in zip(tasks.names, tasks.roots, tasks.values.tolist(), strict=True):
+        if root is None and value != 0:
+            warnings.warn(
+                f"closure: task {name!r} has no graph (requires_grad is False): nothing is learned from it, but it "
+                "counts as a task. A metric? Leave it out of what the closure returns",
+                stacklevel=7,
+            )
 
 
 def refuse_reentrant_checkpoints(roots: Sequence[Tensor | GradientEdge | None]) -> None:

@@ -42,8 +42,10 @@ from cost_mtl.parallel import group_for
 from cost_mtl.parameters import (
     Shared,
     all_trainable,
+    few,
     held_by,
     resolve_shared,
+    warn_about_rest,
     warn_about_shared,
     warn_about_weighting,
 )
@@ -162,8 +164,8 @@ class COST(OptimizerWrapper):
         one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
         at_least("memory", memory, 0)
         at_least("every", every, 1)
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm: expected a number > 0 or None, got {max_norm}")
+        if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
+            raise ValueError(f"max_norm: expected a number > 0 or None, got {max_norm!r}")
         self.model = model
         self.weighting = resolve(weighting)
         self.htr, self.heads, self.max_norm = htr, heads, max_norm
@@ -183,6 +185,7 @@ class COST(OptimizerWrapper):
         self._group = group_for(model, process_group)
         if self._shared is not None:
             warn_about_shared(self._shared, base, model)
+        warn_about_rest(self._shared or (), base, model)
         if self._driver.enabled and any(map(is_sharded, all_trainable(base, model))):
             warnings.warn(NO_TELEPORTS, stacklevel=2)
             self._driver = replace(self._driver, trigger=None)
@@ -309,15 +312,19 @@ class COST(OptimizerWrapper):
                 self.progress.shared = sorted({*self.progress.shared, *several})
                 now = promote(now, self._layout()[0])
         self._buffer = now.gradients.matrix
-        self._check_tasks(len(now.names))
+        self._check_tasks(now.names)
         return now
 
-    def _check_tasks(self, K: int) -> None:
-        p = self.progress
-        if p.num_tasks != K:
+    def _check_tasks(self, names: tuple[str, ...]) -> None:
+        """A weighting's memory is of tasks, by their places: with other tasks, or another order, it is void."""
+        p, K = self.progress, len(names)
+        if p.num_tasks != K or p.names != list(names):
             if p.num_tasks is not None and p.weighting:
-                warnings.warn(f"closure: {K} losses instead of {p.num_tasks}; the weighting starts anew", stacklevel=6)
-            p.num_tasks, p.weights = K, None
+                what = f"{K} losses instead of {p.num_tasks}" if p.num_tasks != K else (
+                    f"the tasks {few(names)} instead of {few(p.names)}, in this order"
+                )  # fmt: skip
+                warnings.warn(f"closure: {what}; the weighting starts anew", stacklevel=6)
+            p.num_tasks, p.names, p.weights = K, list(names), None
             p.weighting = self.weighting.initial_state(K)
 
     def _refuse(self, now: Evaluation, host: HostRead, before: Moment | None) -> bool:
@@ -350,6 +357,8 @@ class COST(OptimizerWrapper):
         seen = now if needs_gramian_only(self.weighting) else now.whole()
         inputs = WeightingInputs(M, now.losses, seen.gradients.matrix, self.progress.step)
         weighed = self.weighting.weigh(inputs, self.progress.weighting)
+        if not isinstance(weighed, Weighed):
+            raise TypeError(f"weighting: expected weigh() to return a Weighed, got {type(weighed).__name__}")
         refuse_weights(weighed.weights, self.weighting)
         self.progress.weighting = weighed.state
         if weighed.parameter_grads and not self._weighting_checked:

@@ -82,13 +82,24 @@ def warn_about_shared(shared: Sequence[Tensor], base: Optimizer, model: nn.Modul
             "parameters train",
             stacklevel=4,
         )
+    _warn_about_missing("shared", active, base, model)
+
+
+def warn_about_rest(shared: Sequence[Tensor], base: Optimizer, model: nn.Module) -> None:
+    """Say that parameters of the model (a head, say) are in no param group of the base optimizer."""
+    known = {id(p) for p in shared}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+    _warn_about_missing("model", rest, base, model)
+
+
+def _warn_about_missing(what: str, params: Sequence[Tensor], base: Optimizer, model: nn.Module) -> None:
     held = {id(p) for p in held_by(base)}
-    missing = names_of(model, [p for p in active if id(p) not in held])
+    missing = names_of(model, [p for p in params if id(p) not in held])
     if missing:
         warnings.warn(
-            f"shared: {len(missing)} parameters are in no param group of the base optimizer ({few(missing)}); they get "
+            f"{what}: {len(missing)} parameters are in no param group of the base optimizer ({few(missing)}); they get "
             "a .grad, but another optimizer has to step them",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

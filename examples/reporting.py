@@ -62,6 +62,12 @@ def with_error(values: Sequence[float], digits: int = 1) -> str:
 # ------------------------------------------------------------------------------------------------ files
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that it is there completely or not at all, however the program ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +75,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
+        os.chmod(temporary, 0o666 & ~_umask())  # as any other file: temporary ones are the owner's alone
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -15,7 +15,9 @@ __all__ = ["atomic_folder", "atomic_path", "check_output"]
 def check_output(path: Path, overwrite: bool) -> None:
     """Raises before any work is done when the output can't be put there."""
     if path.exists() and not overwrite and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError(f"out: {path} exists; choose another path, or overwrite it on purpose")
+        raise FileExistsError(
+            f"out: {path} exists; choose another path, or replace it on purpose (overwrite=True, --overwrite)"
+        )
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"out: the folder {path.absolute().parent} does not exist")
 

@@ -125,7 +125,8 @@ def _find(path: Path, name: str) -> Path:
             return path
         raise ValueError(
             f"{name}: expected a .safetensors file, its {INDEX_SUFFIX[1:]} or a folder, got {path}; "
-            "load other formats with torch.load(path, weights_only=True) and pass the state_dict"
+            "read another format by state = torch.load(path, weights_only=True), and pass it on or save it by "
+            "safetensors.torch.save_file(state, 'model.safetensors')"
         )
     if not path.is_dir():
         raise FileNotFoundError(f"{name}: there is no file or folder {path}")

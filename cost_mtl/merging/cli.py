@@ -140,6 +140,8 @@ def _merge(args: argparse.Namespace) -> None:
             note=f"{args.method} of {', '.join(Path(path).name for path in args.models)}",
             on_tensor=lambda _: progress.update() and None,
         )
+    if not args.quiet:
+        print(f"{args.method} of {len(vectors)} models: written to {args.out}", file=sys.stderr)
 
 
 def _or(value: Number | None, default: Number) -> Number:

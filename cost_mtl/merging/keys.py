@@ -137,7 +137,10 @@ def _check_shapes(base: TensorSource, finetuned: TensorSource, pairs: Iterable[t
         if base.infos[key].shape != finetuned.infos[other].shape
     ]
     if wrong:
-        raise ValueError(f"{finetuned.name}: shapes differ from {base.name}'s: {_listed(wrong)}")
+        raise ValueError(
+            f"{finetuned.name}: shapes differ from {base.name}'s: {_listed(wrong)}. What only one task uses (its head) "
+            "can stay the base's: exclude=['head.*'], --exclude 'head.*'"
+        )
 
 
 def _check_left_alone(base: TensorSource, finetuned: TensorSource, pairs: Sequence[tuple[str, str]]) -> None:

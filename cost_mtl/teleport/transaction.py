@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +105,9 @@ def _require_repeatable(problem: Problem) -> None:
         )
 
 
-def _checked(move: Move, problem: Problem) -> Move:
+def _checked(move: Any, problem: Problem) -> Move:
+    if not isinstance(move, Move):
+        raise TypeError(f"teleporter: expected propose() to return a cost_mtl.Move, got {type(move).__name__}")
     if move.delta.shape != (problem.layout.numel,):
         raise ValueError(f"delta: expected shape [{problem.layout.numel}], got {list(move.delta.shape)}")
     return move

@@ -47,7 +47,7 @@ def resolve(weighting: Any) -> StatefulWeighting:
         return _Function(weighting)
     raise TypeError(
         f"weighting must be a callable gramian [K, K] -> weights [K] or a StatefulWeighting, "
-        f"got {type(weighting).__name__}"
+        f"got {type(weighting).__name__}; for the plain sum: cost_mtl.EqualWeighting()"
     )
 
 
@@ -68,7 +68,7 @@ class _Function:
         return {}
 
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
-        weights = self.function(inputs.gramian)
+        weights = self.function(inputs.gramian.clone())  # some functions work in place
         return Weighed(checked_weights(weights, inputs.gramian, f"weighting {_name(self.function)}"), state)
 
 

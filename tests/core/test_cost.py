@@ -168,7 +168,8 @@ def test_two_optimizers_side_by_side():
     model = mlp(2)
     x, ys = data(2)
     heads = optim.SGD(model.heads.parameters(), lr=0.1)
-    opt = cost_mtl.COST(optim.SGD(model.trunk.parameters(), lr=0.1), model, shared=model.trunk)
+    with pytest.warns(UserWarning, match="another optimizer has to step them"):
+        opt = cost_mtl.COST(optim.SGD(model.trunk.parameters(), lr=0.1), model, shared=model.trunk)
     before = [p.detach().clone() for p in model.parameters()]
     opt.step(lambda: losses(model, x, ys))
     heads.step()
