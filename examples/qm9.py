@@ -141,6 +141,8 @@ def comparisons(results: Sequence[Result]) -> list[str]:
             lines.append(
                 f"{method.label}: COST changes Δm by {with_error(pairs, 2)} points (paired, n = {len(pairs)})."
             )
+    if lines and len({result["settings"]["seed"] for result in results}) < 10:
+        lines.append("Single runs differ by 1 to 2 points: ten seeds or more tell a gain from chance (--seeds 10).")
     return lines
 
 
@@ -182,7 +184,10 @@ def report(results: Sequence[Result], folder: Path, molecules: int) -> None:
     """Print and save the table, its numbers and the plot."""
     table = make_table(results)
     save_table(folder / "results", table, details(results))
-    print(f"\nMean absolute errors on the test molecules (mean of the last {LAST} epochs); Δm against STL\n")
+    print(
+        f"\nMean absolute errors on the test molecules (mean of the last {LAST} epochs). Δm: mean relative change "
+        "against STL, a network for each task; lower is better, and above 0 sharing costs accuracy. Teleports: mean a run.\n"
+    )
     print(table.markdown())
     for sentence in comparisons(results):
         print(sentence)
