@@ -186,7 +186,7 @@ def report(results: Sequence[Result], folder: Path, molecules: int) -> None:
     save_table(folder / "results", table, details(results))
     print(
         f"\nMean absolute errors on the test molecules (mean of the last {LAST} epochs). Δm: mean relative change "
-        "against STL, a network for each task; lower is better, and above 0 sharing costs accuracy. Teleports: mean a run.\n"
+        "against STL, a network for each task; lower is better, above 0 is worse than apart. Teleports: mean a run.\n"
     )
     print(table.markdown())
     for sentence in comparisons(results):
