@@ -86,10 +86,12 @@ def warn_about_shared(shared: Sequence[Tensor], base: Optimizer, model: nn.Modul
 
 
 def warn_about_rest(shared: Sequence[Tensor], base: Optimizer, model: nn.Module) -> None:
-    """Say that parameters of the model (a head, say) are in no param group of the base optimizer."""
+    """Say that no other parameter of the model is in a param group of the base optimizer: the heads were forgotten, or
+    it is another model's. Where some are, the choice was made knowingly (matrices for Muon, say)."""
     known = {id(p) for p in shared}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
-    _warn_about_missing("model", rest, base, model)
+    if not {id(p) for p in held_by(base)} & {id(p) for p in rest}:
+        _warn_about_missing("model", rest, base, model)
 
 
 def _warn_about_missing(what: str, params: Sequence[Tensor], base: Optimizer, model: nn.Module) -> None:

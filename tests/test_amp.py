@@ -79,7 +79,7 @@ def test_a_teleport_sees_unscaled_gradients_that_were_not_lost():
     model, x, ys = conflicting()
     optimizer = COST(
         torch.optim.SGD(model.parameters(), lr=1e-30), model, shared=model.trunk, scaler=gradients_scaler(),
-        schedule=TeleportSchedule(start=0, cooldown=1), teleporter=DenseTeleporter(),
+        schedule=TeleportSchedule(start=0, cooldown=1), teleporter=DenseTeleporter(objective="norm"),
     )  # fmt: skip
 
     def norms():

@@ -23,6 +23,10 @@ def test_heads_that_the_base_does_not_hold_are_named():
     model = mlp(2)
     with pytest.warns(UserWarning, match=r"model: 4 parameters are in no param group .*heads.0.weight"):
         COST(torch.optim.SGD(model.trunk.parameters(), lr=0.1), model, shared=model.trunk)
+    some = [*model.trunk.parameters(), model.heads[0].weight]  # chosen knowingly
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        COST(torch.optim.SGD(some, lr=0.1), model, shared=model.trunk)
     model.heads.requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

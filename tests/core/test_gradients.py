@@ -91,13 +91,16 @@ def test_gramian_is_accurate_over_millions_of_columns(dtype):
     assert cost_mtl.gramian(G).dtype == dtype
 
 
+@pytest.mark.parametrize("K", [1, 3, 4, 11, 12, 13, 33])
 @pytest.mark.parametrize("columns", [0, 1, 1023, 1024, 1025, 50_000])
 @pytest.mark.parametrize("came_out_of", [torch.float32, torch.bfloat16])
-def test_gramian_of_any_width_and_of_rounded_gradients(columns, came_out_of):
-    G = torch.randn(11, columns).to(came_out_of).float()
+def test_gramian_of_any_size_and_of_rounded_gradients(K, columns, came_out_of):
+    G = torch.randn(K, columns).to(came_out_of).float()
     want = G.double() @ G.double().T
     scale = want.diagonal().sqrt().clamp_min(1e-30)
-    assert ((cost_mtl.gramian(G, dtype=torch.float64) - want).abs() <= 1e-6 * scale[:, None] * scale).all()
+    M = cost_mtl.gramian(G, dtype=torch.float64)
+    assert ((M - want).abs() <= 1e-6 * scale[:, None] * scale).all()
+    assert torch.equal(M, M.T)
 
 
 def test_gramian_ignores_autocast():

@@ -157,7 +157,8 @@ def test_the_installed_command(files):
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from cost_mtl.merging import files
 from cost_mtl.merging.cli import main
 real = files.merged_tensor
