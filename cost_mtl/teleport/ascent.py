@@ -25,6 +25,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from cost_mtl.arguments import at_least
 from cost_mtl.base import NoDoubleBackwardError, TeleportProblem
 from cost_mtl.gradients import gramian
 from cost_mtl.teleport import objective as ob
@@ -187,8 +188,7 @@ class Sphere:
 
     def __post_init__(self) -> None:
         _positive("delta", self.delta)
-        if not isinstance(self.samples, int) or self.samples < 1:
-            raise ValueError(f"samples: expected an integer >= 1, got {self.samples!r}")
+        at_least("samples", self.samples, 1)
 
     def slope(self, at: Standpoint, /) -> Slope:
         G, M = at.task_gradients()

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cost_mtl.arguments import at_least
 from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.dense import DenseSpace
@@ -84,9 +85,7 @@ class DifferenceTeleporter:
 
     def __post_init__(self) -> None:
         for name in ("directions", "every"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+            at_least(name, getattr(self, name), 1)
         settle(self)
 
     def propose(self, problem: TeleportProblem, /) -> Move:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cost_mtl.arguments import at_least
 from cost_mtl.base import Acceptance, TeleportProblem
 from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.ascent import Objective, Standpoint, named
@@ -64,9 +65,8 @@ class LevelSet:
         for name in ("length", "shortest", "epsilon"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: expected a number > 0, got {getattr(self, name)}")
-        for name, least in (("corrections", 0), ("halvings", 0), ("constraints", 0), ("settling", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name}: expected an integer >= {least}, got {getattr(self, name)}")
+        for name in ("corrections", "halvings", "constraints", "settling"):
+            at_least(name, getattr(self, name), 0)
 
     def choices(self, M: Tensor) -> tuple[Objective, ...]:
         """``objective="auto"``: the conflict first where it has a usable gradient, else the norm first."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from cost_mtl.arguments import at_least
 from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.adapters import adapters, refused_layers, unfit_layers
 from cost_mtl.teleport.ascent import Objective
@@ -55,8 +56,7 @@ class LoRATeleporter:
     invariance: Literal["each", "mean"] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"rank: expected an integer >= 1, got {self.rank!r}")
+        at_least("rank", self.rank, 1)
         settle(self)
 
     def prepare(self) -> None:

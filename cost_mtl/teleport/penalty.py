@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cost_mtl.arguments import at_least
 from cost_mtl.base import Acceptance, TeleportProblem
 from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.ascent import Objective, Standpoint, named
@@ -45,8 +46,7 @@ class Penalty:
         if not self.gamma >= 0:
             raise ValueError(f"gamma: expected a number >= 0, got {self.gamma}")
         for name, least in (("steps", 1), ("constraints", 0)):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
-                raise ValueError(f"{name}: expected an integer >= {least}, got {getattr(self, name)!r}")
+            at_least(name, getattr(self, name), least)
 
     def choices(self, M: Tensor) -> tuple[Objective, ...]:
         """``objective="auto"``: the paper's."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cost_mtl.arguments import at_least
+
 
 @dataclass(frozen=True)
 class TeleportSchedule:
@@ -31,8 +33,7 @@ class TeleportSchedule:
             value = getattr(self, name)
             if name == "limit" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+            at_least(name, value, least)
 
     def allows(self, step: int, attempts: int, last_attempt: int | None) -> bool:
         """Whether step number ``step`` (from 0) may teleport, after ``attempts`` attempts, the last one in step
