@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cost_mtl.agreement import lacks_memory
 from cost_mtl.base import NoDoubleBackwardError
 from cost_mtl.losses import TaskLosses
 
@@ -40,10 +41,8 @@ def curvature(
                 raise NoDoubleBackwardError("the gradients have no graph of their own")
             product = torch.stack([(g * v.detach().to(g.dtype)).sum() for g, v in pairs]).sum()
             seconds = torch.autograd.grad(product, list(inputs), retain_graph=True, allow_unused=True)
-        except torch.OutOfMemoryError:
-            raise
         except (RuntimeError, NotImplementedError) as error:
-            if isinstance(error, NoDoubleBackwardError):
+            if isinstance(error, NoDoubleBackwardError) or lacks_memory(error):
                 raise
             raise NoDoubleBackwardError(str(error).splitlines()[0]) from error
     if losses.scale is None:
