@@ -5,7 +5,7 @@ appended for each finished run, keyed on all of its settings, so the command can
 
     python benchmarks/ablation.py rates                  # learning rates, chosen on plain runs and validation data
     python benchmarks/ablation.py run [--seeds 10] [--first-seed 0] [--arms plain cost placebo no-move]
-    python benchmarks/ablation.py run --axes             # one part varied at a time, in one setting each
+    python benchmarks/ablation.py run --axes             # one part varied at a time, with Adam
     python benchmarks/ablation.py report                 # tables and plot of what is there
 """
 
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(MAIN))
-    parser.add_argument("--axes", action="store_true", help="all other arms, each in one setting")
+    parser.add_argument("--axes", action="store_true", help="all other arms, with Adam")
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--weightings", nargs="+", choices=list(WEIGHTINGS), default=list(WEIGHTINGS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
@@ -160,9 +160,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for setting, (best, tried) in choose_rates(read(args.out)).items():
             print(f"    {setting}: {best},  # " + ", ".join(f"{lr:g}: {score:.4g}" for lr, score in tried.items()))
     elif args.command == "run":
-        chosen = [(setting, args.arms) for setting in product(args.problems, args.weightings, args.optimizers)]
+        settings = list(product(args.problems, args.weightings, args.optimizers))
+        arms = dict(AXES) if args.axes else dict.fromkeys(settings, args.arms)
+        chosen = [(setting, arms[setting]) for setting in settings if setting in arms]
         seeds = range(args.first_seed, args.first_seed + args.seeds)
-        execute(list(plan(AXES if args.axes else chosen, seeds, smoke=args.smoke)), args.out, args.data_dir)
+        execute(list(plan(chosen, seeds, smoke=args.smoke)), args.out, args.data_dir)
     else:
         from ablation_report import report
 

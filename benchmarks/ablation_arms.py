@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,14 +13,9 @@ import cost_mtl
 from cost_mtl import Acceptance, LevelSet, LoRATeleporter, Move, Penalty
 from cost_mtl.base import TeleportProblem
 from cost_mtl.teleport import objective as ob
-from cost_mtl.teleport.adapters import adapters
-from cost_mtl.teleport.layers import shared_layers
-from cost_mtl.teleport.solver import heldout_batch, used_batches
+from cost_mtl.teleport.ascent import Promise, Slope, Standpoint
+from cost_mtl.teleport.solver import heldout_batch, theta_norm
 from cost_mtl.trajectory import sigma_for
-
-DRAWS = 4
-"""Random directions that the placebo tries before it leaves the losses where they are."""
-
 
 # ------------------------------------------------------------------------------------------------ controls
 
@@ -61,12 +56,25 @@ def gradients_if_accepted(problem: TeleportProblem, move: Move) -> Tensor | None
 
 
 @dataclass(frozen=True)
+class RandomDirection:
+    """An "objective" whose gradient is a random direction, and which can't have enough of it."""
+
+    promise: Promise = field(default="conflict", init=False)
+    loss_units: bool = field(default=False, init=False)
+
+    def slope(self, at: Standpoint, /) -> Slope:
+        u = torch.randn(at.J.shape[1], generator=at.problem.generator).to(at.J)
+        u[(at.J == 0).all(dim=0)] = 0.0  # LoRA's A: no first-order effect at B = 0, so COST does not move it either
+        return Slope(0.0, u, float("inf"))
+
+
+@dataclass(frozen=True)
 class Placebo:
     """A random move along the level set wherever COST's own would have been accepted, and as long as that.
 
-    COST's move is made and judged first. The random one lives in the same kind of space (a fresh LoRA adapter under
-    the same metric), keeps the losses of the same batches to the same tolerance, and goes through the same
-    transaction, which asks no gain of it.
+    COST's move is made and judged first. The random one is found by the same solver in the same kind of space (a fresh
+    LoRA adapter under the same metric), so it keeps, corrects and settles the losses of the same batches in the same
+    way, and goes through the same transaction, which asks no gain of it.
     """
 
     teleporter: LoRATeleporter = field(default_factory=LoRATeleporter)
@@ -75,55 +83,15 @@ class Placebo:
         found = cost_move(problem, self.teleporter)
         if found is None:
             return Move(torch.zeros_like(problem.gradients[0]), "none", notes=("COST makes no move here",))
-        length = float(found[0].delta.double().norm())
-        for _ in range(DRAWS):
-            move = random_move(problem, length, self.teleporter)
-            if losses_kept(problem, move):
-                break
-        return move
-
-
-def losses_kept(problem: TeleportProblem, move: Move) -> bool:
-    heldout = heldout_batch(problem, move.used)
-    limits = dict.fromkeys(move.used, move.acceptance.tolerance)
-    if heldout is not None:
-        limits[heldout] = move.acceptance.tolerance_heldout
-    references = {batch: problem.reference(batch) for batch in limits}
-    with problem.at(move.delta):
-        return all(
-            ob.relative_change(references[batch], problem.evaluate(batch)) <= limit for batch, limit in limits.items()
-        )
+        return random_move(problem, float(found[0].delta.double().norm()), self.teleporter)
 
 
 def random_move(problem: TeleportProblem, length: float, like: LoRATeleporter) -> Move:
-    """A random move of the given ||Delta theta||, off the gradients of the batches that COST keeps, then restored by
-    Gauss-Newton as COST's own moves are."""
-    from peft import LoraConfig
-
-    layers, skipped = shared_layers([problem.model], problem.params)
-    used = used_batches(problem, like.solver.constraints)
-    start = [problem.reference(batch) for batch in used]
-    with (
-        problem.at(torch.zeros_like(problem.gradients[0])),
-        adapters(problem, layers, LoraConfig(r=like.rank, lora_alpha=like.rank), plain_lora=True) as space,
-    ):
-        J = torch.cat([space.gradients(batch)[1] for batch in used])
-        metric = space.metric(J)
-        u = torch.randn(J.shape[1], generator=problem.generator).to(J)
-        u[(J == 0).all(dim=0)] = 0.0  # LoRA's A: no first-order effect at B = 0, so COST does not move it either
-        s = ob.project_out(J, u, metric)
-        space.place(s)
-        phi = s * (length / space.length())  # Delta theta = B A is linear in B
-        for attempt in range(like.solver.corrections + 1):
-            space.place(phi)
-            losses = [problem.evaluate(batch) for batch in used]
-            drift = max(ob.relative_change(a, b) for a, b in zip(start, losses, strict=True))
-            if drift <= like.acceptance.tolerance / 2 or attempt == like.solver.corrections:
-                break
-            residual = torch.cat([b - a for a, b in zip(start, losses, strict=True)])
-            phi = phi + ob.restore_step(J, residual, None, metric)
-        delta = space.delta()
-    return Move(delta, "none", used=used, skipped_layers=skipped, acceptance=like.acceptance)
+    """A random move of the given ||Delta theta|| before corrections, made like those of a teleporter with LevelSet."""
+    relative = length / theta_norm(problem)
+    solver = replace(like.solver, length=relative, shortest=relative)
+    move = replace(like, objective=RandomDirection(), solver=solver).propose(problem)
+    return replace(move, objective="none", otherwise=None)
 
 
 @dataclass
@@ -156,6 +124,7 @@ class Arm:
     Attributes:
         teleporter: makes one (a new one for each run), or None: a plain multi-task optimizer.
         cooldown: epochs from one attempt to the next.
+        confirm: whether an earlier batch is asked for the conflict first.
     """
 
     text: str
@@ -163,6 +132,7 @@ class Arm:
     htr: str = "gradient"
     trigger: Any = field(default_factory=cost_mtl.DominatedConflict)
     cooldown: float = 1.0
+    confirm: bool = True
 
 
 def _peft(name: str, **settings: Any) -> Callable[[], LoRATeleporter]:
@@ -207,20 +177,14 @@ ARMS: dict[str, Arm] = {
     "trigger-share": Arm("a sixth of the tasks", LoRATeleporter, trigger=cost_mtl.ConflictShare(1 / 6)),
     "adapter-loha": Arm("LoHa", _peft("LoHaConfig", r=5, alpha=5)),
     "adapter-oft": Arm("OFT", _peft("OFTConfig", r=0, oft_block_size=4)),
-    "constraints": Arm("three earlier batches kept", lambda: LoRATeleporter(solver=LevelSet(constraints=3))),
-    "strict": Arm("held-out tolerance 1 %", lambda: LoRATeleporter(acceptance=Acceptance(tolerance_heldout=0.01))),
     "dense": Arm("dense, no adapter", cost_mtl.DenseTeleporter),
-    "often": Arm("four attempts an epoch", LoRATeleporter, cooldown=0.25),
-    "often-placebo": Arm("placebo, four attempts an epoch", Placebo, cooldown=0.25),
+    "constraints": Arm("two earlier batches kept", lambda: LoRATeleporter(solver=LevelSet(constraints=2))),
+    "norm": Arm("larger gradient norms alone", lambda: LoRATeleporter(objective="norm")),
+    "unconfirmed": Arm("no second batch asked", LoRATeleporter, confirm=False),
 }
-AXES: tuple[tuple[tuple[str, str, str], tuple[str, ...]], ...] = (
-    (("multimnist", "cagrad", "adam"), ("constraints", "strict", "dense")),
-    (
-        ("multimnist", "fairgrad", "adam"),
-        ("no-lt", "paper", "paper-no-lt", "paper-no-htr", "htr-keep", "htr-momentum", "htr-paper", "htr-reset",
-         "htr-rollback", "often", "often-placebo"),
-    ),
-    (("qm9", "fairgrad", "adam"), ("trigger-weak", "trigger-share", "adapter-loha", "adapter-oft")),
-)  # fmt: skip
-"""(problem, weighting, optimizer) -> the arms that vary one part there. MultiMNIST, where runs differ least from each
-other by chance; QM9 where many tasks or layers without convolutions are needed."""
+AXES: tuple[tuple[tuple[str, str, str], tuple[str, ...]], ...] = tuple(
+    ((problem, weighting, "adam"), tuple(arm for arm in ARMS if arm not in MAIN))
+    for problem in ("multimnist", "qm9")
+    for weighting in ("cagrad", "nashmtl", "fairgrad")
+)
+"""(problem, weighting, optimizer) -> the arms that vary one part there."""

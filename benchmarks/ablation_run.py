@@ -92,6 +92,7 @@ def build(settings: Settings, model: Heads, steps_per_epoch: int) -> cost_mtl.CO
         schedule=cost_mtl.TeleportSchedule(
             start=int(settings.start * settings.epochs * steps_per_epoch),
             cooldown=max(1, round(arm.cooldown * steps_per_epoch)),
+            confirm=arm.confirm,
         ),
         teleporter=teleporter,
         htr=arm.htr,

@@ -13,6 +13,8 @@ from torch import Tensor
 from cost_mtl.base import State
 
 VERSION = 1
+ADDED = ("last_asked",)
+"""Fields that checkpoints of earlier releases of this version lack; they start at their default."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
@@ -65,6 +67,7 @@ class Progress:
         skipped: steps left out because something was not finite.
         attempts: teleports attempted.
         last_attempt: number of the step of the last one.
+        last_asked: number of the last step in which an earlier batch was asked whether it has the conflict, too.
         sigma: HTR's sigma for the coming step, where a teleport was made outside of ``step``; else None.
         direction: combined direction [m] of the last step, kept only for the HTR policies that need it.
         weights: w [K] of the last solve, kept for ``every`` > 1.
@@ -80,6 +83,7 @@ class Progress:
     skipped: int = 0
     attempts: int = 0
     last_attempt: int | None = None
+    last_asked: int | None = None
     sigma: float | None = None
     direction: Tensor | None = None
     weights: Tensor | None = None
@@ -113,6 +117,7 @@ class Progress:
         if state["version"] != VERSION:
             raise ValueError(f"state_dict['cost']: expected version {VERSION}, got version {state['version']}")
         missing = [name for name in ("method", "memory_lost", *(f.name for f in fields(cls))) if name not in state]
+        missing = [name for name in missing if name not in ADDED]
         if missing:
             raise ValueError(f"state_dict['cost']: incomplete, without {missing}")
         if state["memory_lost"]:
@@ -121,7 +126,7 @@ class Progress:
                 "teleports start with an empty memory, so this run will not be the undisturbed one bit for bit",
                 stacklevel=3,
             )
-        progress = cls(**{f.name: detached(state[f.name]) for f in fields(cls)})
+        progress = cls(**{f.name: detached(state[f.name]) for f in fields(cls) if f.name in state})
         if state["method"] != method:
             if progress.weighting:
                 warnings.warn(

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # scripts, no
 
 import ablation
 import ablation_arms
-import ablation_drift
+import ablation_branch
 import ablation_report
 import ablation_run
 from ablation_arms import NoMove, Placebo, cost_move, random_move
@@ -110,7 +110,7 @@ def test_placebo_is_as_long_as_costs_move_keeps_the_losses_and_points_elsewhere(
 
 def test_random_moves_are_at_right_angles_to_every_task_gradient_they_are_fitted_on(study: Study) -> None:
     def look(problem: Any) -> None:
-        plain = cost_mtl.LoRATeleporter(solver=cost_mtl.LevelSet(corrections=0))
+        plain = cost_mtl.LoRATeleporter(solver=cost_mtl.LevelSet(corrections=0, settling=0))
         first, second = (random_move(problem, length, plain) for length in (0.3, 0.1))
         assert first.used == (0, 1)[: len(first.used)]
         assert [float(m.delta.norm()) for m in (first, second)] == pytest.approx([0.3, 0.1], rel=1e-4)
@@ -316,14 +316,14 @@ def test_smoke_from_the_command_line(
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-# ------------------------------------------------------------------------------------------------ drift
+# ------------------------------------------------------------------------------------------------ branches
 
 
 def test_losses_of_the_training_set_are_those_of_its_chunks_and_leave_the_model_alone(study: Study) -> None:
     """Two chunks of 40 of 96 pairs; the remaining 16 are left out."""
     model = study.problem.model(0)
     before = copy.deepcopy(model.state_dict())
-    losses = ablation_drift.whole_losses(study.problem, model, chunk=40)
+    losses = ablation_branch.whole_losses(study.problem, model, chunk=40)
     expected = 0.0
     for rows in (slice(0, 40), slice(40, 80)):
         parts = study.problem.losses(copy.deepcopy(model), *(t[rows] for t in study.problem.train))
@@ -333,23 +333,43 @@ def test_losses_of_the_training_set_are_those_of_its_chunks_and_leave_the_model_
         assert torch.equal(value, before[name]), name
 
 
-def test_points_lie_on_the_plain_run_and_trying_teleports_there_does_not_change_it(study: Study) -> None:
-    settings = with_arm("cost", epochs=4)
-    ends = []
+def test_points_lie_on_the_plain_run_and_branching_there_does_not_change_it(study: Study) -> None:
+    settings = with_arm("cost", epochs=6, seed=2)
+    ends, counts = [], []
     for tried in (False, True):
-        for model, optimizer, batch in ablation_drift.points(settings, study, every=5):
+        counts.append(0)
+        for point in ablation_branch.points(settings, study, every=2, ahead=2):
+            counts[-1] += 1
             if tried:
-                twin, opt = copy.deepcopy((model, optimizer))
-                opt.teleport(study.problem.losses, twin, *batch)
+                ablation_branch.branch(point, study.problem, "cost", (0, 1))
+            model = point[0]
         ends.append([p.detach().clone() for p in model.parameters()])
+    assert counts[0] == counts[1] > 0
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-def test_drift_table_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ablation_drift.main(
-        ["--smoke", "--problems", "multimnist", "--arms", "cost", "placebo", "--seeds", "0", "--every", "4",
+def test_a_branch_without_a_teleport_is_the_run_itself(study: Study) -> None:
+    problem = study.problem
+    for model, optimizer, batches in ablation_branch.points(with_arm("cost", epochs=6, seed=2), study, 2, ahead=2):
+        gain, found = ablation_branch.branch((model, optimizer, batches), problem, "plain", (0, 1, 3))
+        twin, own = copy.deepcopy((model, optimizer))
+        expected = [ablation_branch.whole_losses(problem, twin)]
+        for step, batch in enumerate(batches):
+            own.step(problem.losses, twin, *batch)
+            if step in (0, 2):
+                expected.append(ablation_branch.whole_losses(problem, twin))
+        assert gain == 0.0
+        torch.testing.assert_close(found[:, 0].exp(), torch.stack(expected))
+        break
+    else:
+        pytest.fail("no moment of conflict")
+
+
+def test_branch_table_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ablation_branch.main(
+        ["--smoke", "--problems", "multimnist", "--arms", "cost", "no-move", "--seeds", "2", "3", "--every", "1",
          "--data-dir", str(tmp_path)]
     )  # fmt: skip
     rows = {row.split("|")[1].strip(): row for row in capsys.readouterr().out.splitlines() if row.startswith("|")}
-    assert {"cost", "placebo"} < rows.keys()
-    assert "of 3" in rows["cost"]
+    assert {"cost", "no-move"} < rows.keys()
+    assert rows["no-move"].split("|")[4].strip().startswith("+0.00 ±")  # right after: nothing moved

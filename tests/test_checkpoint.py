@@ -232,3 +232,9 @@ def test_another_weighting_than_the_checkpoints_starts_anew(saved, resumed, said
 def test_progress_survives_its_own_round_trip():
     progress = Progress(step=3, skipped=1, attempts=2, last_attempt=1, sigma=0.5, shared=[0, 2])
     assert Progress.unpack(progress.pack("FAMO"), "FAMO") == progress
+
+
+def test_progress_of_an_earlier_release_is_read():
+    packed = Progress(step=3, attempts=2, last_attempt=1).pack("FAMO")
+    del packed["last_asked"]
+    assert Progress.unpack(packed, "FAMO") == Progress(step=3, attempts=2, last_attempt=1)

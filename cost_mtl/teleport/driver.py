@@ -58,7 +58,9 @@ class TeleportDriver:
 
     def allowed(self, progress: Progress) -> bool:
         """Whether the coming step may teleport."""
-        return self.enabled and self.schedule.allows(progress.step, progress.attempts, progress.last_attempt)
+        if not self.enabled:
+            return False
+        return self.schedule.allows(progress.step, progress.attempts, progress.last_attempt, progress.last_asked)
 
     def remember(self, progress: Progress, params: Layout) -> None:
         """Keep the current shared parameters where the teleporter works with earlier ones."""
@@ -75,10 +77,11 @@ class TeleportDriver:
         """Keyed on (seed, step): the same in a resumed run and on every process."""
         return torch.Generator().manual_seed((self.seed * 1_000_003 + step) % (1 << 63))
 
-    def persists(self, problem: Problem) -> bool:
+    def persists(self, problem: Problem, progress: Progress) -> bool:
         """Whether the conflict is there on an earlier batch, too (``schedule.confirm``)."""
         if not self.schedule.confirm or problem.batches < 2:
             return True
+        progress.last_asked = progress.step
         _, G = problem.evaluate_gradients(1)
         return self.conflict(gramian(G, dtype=torch.float64).cpu())
 
@@ -105,8 +108,11 @@ class TeleportDriver:
         return outcome
 
     def run_in_step(self, problem: Problem, progress: Progress, htr: HTR, out: Tensor | None) -> Outcome | None:
-        """:meth:`run`, where a refusal or a lack of memory must not end the training. None if it was refused."""
+        """:meth:`run` if the conflict persists, where a refusal or a lack of memory must not end the training. None if
+        it does not, or was refused."""
         try:
+            if not self.persists(problem, progress):
+                return None
             return self.run(problem, progress, htr, out)
         except REFUSALS as error:
             if type(error).__name__ not in self.said:

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from cost_mtl.gradients import cosines, gramian, norms
 
-MARGIN = 0.05
-"""Smallest cosine with the mean gradient that the conflict objective aims for."""
-
-LEAST_RISE = 0.1
-"""Least rise of that cosine to aim for: clearly more than what an accepted move has to gain."""
+LEAST_RISE = 0.06
+"""Least rise of the smallest cosine that the conflict objective aims for: twice what an accepted move has to gain. It
+aims at no conflict, and no further: the harm a move does elsewhere grows faster than its length (docs/ablation.md)."""
 
 AIM_NORM = 0.1
 """Relative rise of the balanced gradient norms that the norm objective aims for."""
@@ -118,9 +116,9 @@ def gain(objective: str, before: Tensor, after: Tensor) -> float:
 
 
 def wanted_gain(objective: str, M: Tensor) -> float:
-    """Rise of phi to aim for: the conflict resolved with a margin, or clearly larger norms."""
+    """Rise of phi to aim for: the conflict resolved, or clearly larger norms."""
     if objective == "conflict":
-        return max(MARGIN - float(cosines(M)[worst_task(M)]), LEAST_RISE)
+        return max(-float(cosines(M)[worst_task(M)]), LEAST_RISE)
     return AIM_NORM * float(balance(M).sum())
 
 

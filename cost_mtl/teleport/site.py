@@ -67,8 +67,6 @@ class Site:
         after = moment_of(self.base, self.model)
         problem = self._problem(here, M_here)
         try:
-            if not self.driver.persists(problem):
-                return now, M, None
             with no_autocast():
                 outcome = self.driver.run_in_step(problem, self.progress, self.htr, self.out)
         finally:

@@ -18,15 +18,17 @@ class TeleportSchedule:
         cooldown: least number of steps from one attempt to the next. Default 200; the official scripts allow one
             teleport an epoch.
         limit: most attempts in the whole run; None: no limit.
-        confirm: a conflict must be there on an earlier batch as well before an attempt is made of it (most are noise
-            of one batch: measured, 53 to 75 % are gone on the next). Costs one evaluation of the task gradients per
-            unconfirmed conflict, which does not count as an attempt. Default False: the paper's rule.
+        confirm: a conflict must be there on an earlier batch as well, where COST remembers one, before an attempt is
+            made of it. Default True: most are noise of one batch (measured, 53 to 75 % are gone on the next). Costs
+            one evaluation of the task gradients each time. An unconfirmed conflict does not count as an attempt; the
+            next one is looked for a tenth of ``cooldown`` later, so that this stays cheap where hardly any persists.
+            False: the paper's rule.
     """
 
     start: int = 1000
     cooldown: int = 200
     limit: int | None = None
-    confirm: bool = False
+    confirm: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("start", 0), ("cooldown", 1), ("limit", 0)):
@@ -35,9 +37,11 @@ class TeleportSchedule:
                 continue
             at_least(name, value, least)
 
-    def allows(self, step: int, attempts: int, last_attempt: int | None) -> bool:
+    def allows(self, step: int, attempts: int, last_attempt: int | None, last_asked: int | None = None) -> bool:
         """Whether step number ``step`` (from 0) may teleport, after ``attempts`` attempts, the last one in step
-        ``last_attempt``."""
+        ``last_attempt``, an earlier batch asked for its conflict last in step ``last_asked``."""
         if step < self.start or (self.limit is not None and attempts >= self.limit):
+            return False
+        if last_asked is not None and step - last_asked < max(1, self.cooldown // 10):
             return False
         return last_attempt is None or step - last_attempt >= self.cooldown

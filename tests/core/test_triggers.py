@@ -64,6 +64,14 @@ def test_schedule():
     assert not s.allows(100, 2, 15)
 
 
+def test_an_unconfirmed_conflict_is_asked_about_again_a_tenth_of_the_cooldown_later():
+    s = TeleportSchedule(start=0, cooldown=50)
+    assert not s.allows(104, 1, 40, last_asked=100)
+    assert s.allows(105, 1, 40, last_asked=100)
+    assert not s.allows(105, 1, 60, last_asked=100)
+    assert TeleportSchedule(start=0, cooldown=1).allows(101, 0, None, last_asked=100)
+
+
 @pytest.mark.parametrize(
     ("make", "word"),
     [

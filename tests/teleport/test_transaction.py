@@ -337,7 +337,7 @@ def test_confirm_asks_a_second_batch():
         return bool((M.sum(dim=1) < 0).any())
 
     opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.0), model, shared=model.trunk, trigger=trigger,
-                        teleporter=Fixed(10.0), schedule=TeleportSchedule(0, 1, confirm=True))  # fmt: skip
+                        teleporter=Fixed(10.0), schedule=TeleportSchedule(0, 1))  # fmt: skip
     with torch.no_grad():
         model.heads[1].load_state_dict(model.heads[0].state_dict())
     opt.step(losses, model, x, agreeing)
@@ -345,6 +345,7 @@ def test_confirm_asks_a_second_batch():
     assert opt.last_step.conflict
     assert opt.last_step.teleport is None
     assert opt.progress.attempts == 0
+    assert opt.progress.last_asked == 1
     opt.step(losses, model, x, [ys[0] * 0 + 1, ys[0] * 0 - 5])
     assert opt.last_step.teleport is not None
 
