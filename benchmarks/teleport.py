@@ -6,6 +6,7 @@ accepted, cost in ordinary steps (on top of the step that it happens in, whose e
 
     python benchmarks/teleport.py [--problems qm9 multimnist toy] [--moments 50] [--out runs/teleport.json]
     python benchmarks/teleport.py --plot runs/teleport.png --moments 12    # the trade-offs as curves
+    python benchmarks/teleport.py --share 3000    # part of a run's time at the default schedule
 """
 
 from __future__ import annotations
@@ -103,6 +104,28 @@ def moments(
             break
         opt.step(problem.losses, model, *batch)
     return found
+
+
+def share_of_time(problem: Problem, steps: int) -> str:
+    """Train with COST's defaults: attempts, and the part of the processor time that went into them and into
+    asking second batches."""
+    model = problem.model(0)
+    opt = cost_mtl.COST(torch.optim.Adam(model.parameters(), lr=problem.lr), model, shared=model.trunk, max_norm=1.0)
+    stream = problem.batches(0)
+    ordinary, looked, asked, tried, accepted = [], [], 0, 0, 0
+    for _ in tqdm(range(steps), desc=problem.name, leave=False):
+        batch = next(stream)
+        began = time.process_time()
+        opt.step(problem.losses, model, *batch)
+        seconds = time.process_time() - began
+        (looked if opt.last_step.conflict else ordinary).append(seconds)
+        asked += bool(opt.last_step.conflict)
+        report = opt.last_step.teleport
+        tried += report is not None
+        accepted += report is not None and report.accepted
+    extra = sum(looked) - len(looked) * statistics.median(ordinary)
+    return (f"{problem.name}: {steps} steps, {asked} conflicts looked at, {tried} attempts, {accepted} accepted, "
+            f"{extra / (sum(ordinary) + sum(looked)):.1%} of the time")  # fmt: skip
 
 
 def drift(before: Tensor, after: Tensor) -> float:
@@ -233,8 +256,14 @@ def main() -> None:
     parser.add_argument(
         "--plot", type=Path, help="draw the trade-offs of the networks into this PNG instead of the table"
     )
+    parser.add_argument("--share", type=int, metavar="STEPS", help="train the networks so long instead of the table")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.share:
+        for name in args.problems:
+            if name != "toy":
+                print(share_of_time(PROBLEMS[name](), args.share), flush=True)
+        return
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
     found = {}
     for name in args.problems:

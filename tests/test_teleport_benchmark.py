@@ -70,3 +70,8 @@ def test_a_moment_without_a_move_counts_as_no_gain_and_the_curves_are_drawn(tmp_
     results = {"qm9": {family: {key: [made] for key in settings} for family, settings in curves.SWEEPS.items()}}
     curves.plot(tmp_path / "curves.png", results)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_share_of_time_of_a_run_too_short_for_a_teleport_is_nothing():
+    text = benchmark.share_of_time(benchmark.toy(), steps=5)
+    assert text == "toy: 5 steps, 0 conflicts looked at, 0 attempts, 0 accepted, 0.0% of the time"
