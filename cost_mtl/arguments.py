@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -15,3 +16,9 @@ def at_least(name: str, value: object, least: int) -> None:
     """Raises ValueError unless ``value`` is an integer (not a bool) from ``least`` upwards."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+
+
+def positive(name: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is a number > 0 (not a bool, not NaN)."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not float(value) > 0:
+        raise ValueError(f"{name}: expected a number > 0, got {value!r}")

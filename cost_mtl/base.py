@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from cost_mtl.arguments import positive
+
 __all__ = [
     "Acceptance",
     "Closure",
@@ -285,8 +287,7 @@ class Acceptance:
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "tolerance_heldout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: expected a number > 0, got {getattr(self, name)}")
+            positive(name, getattr(self, name))
         if self.invariance not in ("each", "mean"):
             raise ValueError(f"invariance: expected 'each' or 'mean', got {self.invariance!r}")
 

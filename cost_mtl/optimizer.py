@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from cost_mtl import agreement, scaling, trajectory
 from cost_mtl.allocator import keep_freed_memory
-from cost_mtl.arguments import at_least, one_of
+from cost_mtl.arguments import at_least, one_of, positive
 from cost_mtl.base import (
     Closure,
     ObservingWeighting,
@@ -164,8 +164,8 @@ class COST(OptimizerWrapper):
         one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
         at_least("memory", memory, 0)
         at_least("every", every, 1)
-        if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
-            raise ValueError(f"max_norm: expected a number > 0 or None, got {max_norm!r}")
+        if max_norm is not None:
+            positive("max_norm", max_norm)
         self.model = model
         self.weighting = resolve(weighting)
         self.htr, self.heads, self.max_norm = htr, heads, max_norm

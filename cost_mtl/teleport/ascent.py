@@ -25,7 +25,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from cost_mtl.arguments import at_least
+from cost_mtl.arguments import at_least, positive
 from cost_mtl.base import NoDoubleBackwardError, TeleportProblem
 from cost_mtl.gradients import gramian
 from cost_mtl.teleport import objective as ob
@@ -153,7 +153,7 @@ class Sharpness:
     loss_units: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        _positive("delta", self.delta)
+        positive("delta", self.delta)
 
     def slope(self, at: Standpoint, /) -> Slope:
         G, M = at.task_gradients()
@@ -187,7 +187,7 @@ class Sphere:
     loss_units: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        _positive("delta", self.delta)
+        positive("delta", self.delta)
         at_least("samples", self.samples, 1)
 
     def slope(self, at: Standpoint, /) -> Slope:
@@ -216,11 +216,6 @@ def _sharpness_slope(at: Standpoint, R: Tensor, chosen: list[tuple[Tensor, float
             (moved,) = at.space.gradients_at(eps, at.batch, [[i]])
             u += (moved - at.J[i]) * (weight if change > 0 else -weight)
     return Slope(value, u, ob.AIM_NORM * value)
-
-
-def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name}: expected a number > 0, got {value}")
 
 
 NAMED: dict[str, Objective] = {

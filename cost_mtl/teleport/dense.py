@@ -14,7 +14,7 @@ from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.gradients import Layout
 from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.level_set import LevelSet
-from cost_mtl.teleport.settings import objectives, settle
+from cost_mtl.teleport.settings import check_settings, objectives
 from cost_mtl.teleport.solver import Solver, propose
 
 
@@ -111,7 +111,7 @@ class DenseTeleporter:
     invariance: Literal["each", "mean"] | None = None
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_settings(self)
 
     def propose(self, problem: TeleportProblem, /) -> Move:
         return self._move(objectives(self, problem.gramian), problem)

@@ -14,7 +14,7 @@ from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.dense import DenseSpace
 from cost_mtl.teleport.level_set import LevelSet
-from cost_mtl.teleport.settings import objectives, settle
+from cost_mtl.teleport.settings import check_settings, objectives
 from cost_mtl.teleport.solver import Solver, propose
 
 
@@ -86,7 +86,7 @@ class DifferenceTeleporter:
     def __post_init__(self) -> None:
         for name in ("directions", "every"):
             at_least(name, getattr(self, name), 1)
-        settle(self)
+        check_settings(self)
 
     def propose(self, problem: TeleportProblem, /) -> Move:
         return self._move(objectives(self, problem.gramian), problem)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cost_mtl.arguments import at_least
+from cost_mtl.arguments import at_least, positive
 from cost_mtl.base import Acceptance, TeleportProblem
 from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.ascent import Objective, Standpoint, named
@@ -51,6 +51,8 @@ class LevelSet:
         constraints: earlier batches whose losses are kept as well, beside the current one, where COST has them.
             Default 1: each costs about an ordinary step or two, and lets the held-out tolerance be met by longer moves
             (docs/teleport.md has the curve).
+        settling: most further corrections that bring the mean of the held-out losses back where it rose, by lowering
+            those on the used batches within their tolerance. Default 2: the second follows the first one's secant.
     """
 
     length: float = 1.0
@@ -63,8 +65,7 @@ class LevelSet:
 
     def __post_init__(self) -> None:
         for name in ("length", "shortest", "epsilon"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: expected a number > 0, got {getattr(self, name)}")
+            positive(name, getattr(self, name))
         for name in ("corrections", "halvings", "constraints", "settling"):
             at_least(name, getattr(self, name), 0)
 

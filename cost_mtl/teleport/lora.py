@@ -14,7 +14,7 @@ from cost_mtl.teleport.adapters import adapters, refused_layers, unfit_layers
 from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.layers import Layer, shared_layers
 from cost_mtl.teleport.level_set import LevelSet
-from cost_mtl.teleport.settings import objectives, settle
+from cost_mtl.teleport.settings import check_settings, objectives
 from cost_mtl.teleport.solver import Solver, propose
 
 
@@ -57,7 +57,7 @@ class LoRATeleporter:
 
     def __post_init__(self) -> None:
         at_least("rank", self.rank, 1)
-        settle(self)
+        check_settings(self)
 
     def prepare(self) -> None:
         """Import PEFT (seconds, since it imports transformers). COST calls it when it is made, so that the first

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cost_mtl.arguments import at_least
+from cost_mtl.arguments import at_least, positive
 from cost_mtl.base import Acceptance, TeleportProblem
 from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.ascent import Objective, Standpoint, named
@@ -41,8 +41,7 @@ class Penalty:
 
     def __post_init__(self) -> None:
         for name in ("lr", "epsilon"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: expected a number > 0, got {getattr(self, name)}")
+            positive(name, getattr(self, name))
         if not self.gamma >= 0:
             raise ValueError(f"gamma: expected a number >= 0, got {self.gamma}")
         for name, least in (("steps", 1), ("constraints", 0)):

@@ -12,7 +12,7 @@ from cost_mtl.teleport.ascent import Objective, named
 from cost_mtl.teleport.solver import Solver
 
 
-def settle(teleporter: Any) -> None:
+def check_settings(teleporter: Any) -> None:
     """Check ``objective``, ``solver`` and ``acceptance`` of a (frozen) teleporter; its shorthands ``tolerance`` and
     ``invariance``, where given, go into ``acceptance``.
 
