@@ -231,6 +231,11 @@ class TeleportProblem(Protocol):
         """L [K], float64, at theta on the given batch; computed once. Ask before anything but ``params`` is moved."""
         ...
 
+    def known_gradients(self, batch: int) -> tuple[Tensor, Tensor] | None:
+        """L [K] and G [K, m] at theta on the given batch if they are there already, else None. Those of an earlier
+        batch are handed out once, so that nothing of size [K, m] is kept for longer than needed."""
+        ...
+
     def evaluate_gradients(
         self, batch: int = 0, *, wrt: Sequence[Tensor] | None = None, tasks: Sequence[Sequence[int]] | None = None
     ) -> tuple[Tensor, Tensor]:

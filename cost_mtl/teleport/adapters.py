@@ -41,8 +41,9 @@ class AdapterSpace:
         self.origin = self.layout.flatten(self.variables)
 
     def gradients(self, batch: int) -> tuple[Tensor, Tensor]:
-        if batch == 0 and self.plain_lora and self.fresh:
-            return self.problem.losses, self._from_dense(self.problem.gradients)
+        known = self.problem.known_gradients(batch) if self.plain_lora and self.fresh else None
+        if known is not None:
+            return known[0], self._from_dense(known[1])
         return self.problem.evaluate_gradients(batch, wrt=self.variables)
 
     def _from_dense(self, G: Tensor) -> Tensor:

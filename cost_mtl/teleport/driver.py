@@ -82,8 +82,7 @@ class TeleportDriver:
         if not self.schedule.confirm or problem.batches < 2:
             return True
         progress.last_asked = progress.step
-        _, G = problem.evaluate_gradients(1)
-        return self.conflict(gramian(G, dtype=torch.float64).cpu())
+        return self.conflict(gramian(problem.look_at(1), dtype=torch.float64).cpu())
 
     def run(self, problem: Problem, progress: Progress, htr: HTR, out: Tensor | None) -> Outcome:
         """One attempt. On success ``progress.sigma`` says what HTR has to do in the coming step."""

@@ -51,6 +51,7 @@ class Problem:
     calls: int = 0
     theta: list[Tensor] = field(init=False)
     _references: dict[int, Tensor] = field(init=False, default_factory=dict)
+    _known: dict[int, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.theta = [p.detach().clone() for p in self.layout.params]
@@ -69,6 +70,16 @@ class Problem:
             with self.at_theta():
                 self._references[batch] = self.evaluate(batch)
         return self._references[batch]
+
+    def look_at(self, batch: int) -> Tensor:
+        """G [K, m] on an earlier batch while the model stands at theta, kept for the teleporter that needs it next."""
+        losses, G = self.evaluate_gradients(batch)
+        self._references[batch] = losses
+        self._known[batch] = losses, G
+        return G
+
+    def known_gradients(self, batch: int) -> tuple[Tensor, Tensor] | None:
+        return (self.losses, self.gradients) if batch == 0 else self._known.pop(batch, None)
 
     def _run(self, batch: int) -> Iterator[TaskLosses]:
         self.moment.restore()

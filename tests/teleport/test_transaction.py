@@ -350,6 +350,23 @@ def test_confirm_asks_a_second_batch():
     assert opt.last_step.teleport is not None
 
 
+@pytest.mark.parametrize("teleporter", [cost_mtl.LoRATeleporter(rank=3), cost_mtl.DenseTeleporter()])
+def test_a_confirmed_conflict_gives_the_move_of_an_unconfirmed_one_for_no_more_evaluations(teleporter):
+    def run(confirm):
+        model, x, ys = conflicting()
+        opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.0), model, shared=model.trunk,
+                            teleporter=teleporter, schedule=TeleportSchedule(2, 1, confirm=confirm))  # fmt: skip
+        for scale in (1.0, 0.9, 1.1):
+            opt.step(losses, model, x * scale, ys)
+        report = opt.last_step.teleport
+        assert report.accepted
+        return torch.cat([p.detach().flatten() for p in model.parameters()]), report.closure_calls
+
+    (first, calls), (second, as_many) = run(True), run(False)
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
+    assert calls <= as_many
+
+
 def test_no_adaptable_layer():
     class Scale(nn.Module):
         def __init__(self):
