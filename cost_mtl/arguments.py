@@ -18,7 +18,9 @@ def at_least(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
 
 
-def positive(name: str, value: object) -> None:
-    """Raises ValueError unless ``value`` is a number > 0 (not a bool, not NaN)."""
+def positive(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raises ValueError unless ``value`` is a number > 0 (not a bool, not NaN), or None where that is allowed."""
+    if or_none and value is None:
+        return
     if not isinstance(value, Real) or isinstance(value, bool) or not float(value) > 0:
-        raise ValueError(f"{name}: expected a number > 0, got {value!r}")
+        raise ValueError(f"{name}: expected a number > 0{' or None' if or_none else ''}, got {value!r}")

@@ -351,7 +351,7 @@ class RemembersIterates(Protocol):
 # ------------------------------------------------------------------------------------------------ reports
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors do not compare to a bool
 class TeleportReport:
     """One attempted teleport.
 
@@ -395,7 +395,7 @@ class TeleportReport:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors do not compare to a bool
 class StepReport:
     """One optimizer step. Tensors stay on the device until you read them.
 
@@ -409,6 +409,7 @@ class StepReport:
         norms: ||g_i|| [K]; None where gramian is.
         conflict: what the trigger said; None when it was not evaluated.
         teleport: the teleport attempted in this step, or None.
+        no_teleport: why a conflict led to no attempt; "" where there was none, or one was made of it.
         solver: how the weighting's solve went, or None if it does not say.
         skipped: True when ``on_nonfinite="skip"`` (or a loss scaler) left the parameters alone.
         skipped_total: steps skipped so far.
@@ -425,3 +426,4 @@ class StepReport:
     solver: SolverReport | None = None
     skipped: bool = False
     skipped_total: int = 0
+    no_teleport: str = ""

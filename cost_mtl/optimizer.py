@@ -43,8 +43,10 @@ from cost_mtl.parameters import (
     Shared,
     all_trainable,
     few,
+    grads_aside,
     held_by,
     resolve_shared,
+    warn_about_nothing_to_weigh,
     warn_about_rest,
     warn_about_shared,
     warn_about_weighting,
@@ -68,7 +70,7 @@ from cost_mtl.update import (
     write_shared,
 )
 from cost_mtl.weighting import FairGrad, resolve
-from cost_mtl.weighting.resolve import needs_gramian_only
+from cost_mtl.weighting.resolve import by_position, needs_gramian_only
 from cost_mtl.wrapper import OptimizerWrapper
 
 
@@ -164,8 +166,7 @@ class COST(OptimizerWrapper):
         one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
         at_least("memory", memory, 0)
         at_least("every", every, 1)
-        if max_norm is not None:
-            positive("max_norm", max_norm)
+        positive("max_norm", max_norm, or_none=True)
         self.model = model
         self.weighting = resolve(weighting)
         self.htr, self.heads, self.max_norm = htr, heads, max_norm
@@ -198,8 +199,8 @@ class COST(OptimizerWrapper):
 
         Args:
             closure: ``closure(*batch)`` returns K losses with their graph (:data:`cost_mtl.base.Losses`); it need not
-                call backward or zero_grad. A sequence of closures: micro-batches, one update from their mean, each
-                evaluated and freed in turn.
+                call backward or zero_grad, and is called several times in a step that teleports. A sequence of
+                closures: micro-batches, one update from their mean, each evaluated and freed in turn.
             batch: handed to the closure, and remembered for teleports.
 
         Returns:
@@ -214,12 +215,14 @@ class COST(OptimizerWrapper):
         thunks = self._thunks(closure, batch)
         may_teleport = self._driver.allowed(self.progress) and not self._reuses_weights()
         before = moment_of(self.base, self.model) if may_teleport or self.on_nonfinite == "skip" else None
+        self._clear_grads()  # they are views of G: a closure that calls backward would add to it
         now = self._evaluate(thunks)
         M, host = host_read(now, self._group)
         losses = now.losses
         if self._refuse(now, host, before):
             return losses
-        conflict, teleport = None, None
+        conflict: bool | None = None
+        teleport: TeleportReport | str = ""
         if may_teleport and before is not None and len(now.names) > 1 and now.layout.params:
             conflict = self._driver.conflict(host.gramian)
             if conflict:
@@ -234,7 +237,8 @@ class COST(OptimizerWrapper):
 
     def teleport(self, closure: Closure | Sequence[Closure], *batch: Any) -> TeleportReport:
         """Teleport now, whatever trigger and schedule say. Parameters move if it is accepted; nothing else changes
-        (``.grad``, buffers, random streams, the base optimizer's state, which HTR edits in the coming step).
+        (``.grad``, buffers, random streams, the base optimizer's state, which HTR edits in the coming step). It counts
+        as an attempt in the schedule's ``cooldown`` and ``limit``. ``last_step`` stays that of the last step.
 
         Raises:
             RuntimeError: no teleporter; or the closure can't be teleported on (its losses change when it is called
@@ -247,7 +251,7 @@ class COST(OptimizerWrapper):
         if self._driver.teleporter is None:
             raise RuntimeError("teleport: this COST has teleporter=None")
         before = moment_of(self.base, self.model)
-        with torch.no_grad():
+        with torch.no_grad(), grads_aside(all_trainable(self.base, self.model)):
             try:
                 self._buffer = None  # the last step's .grad are views of it, and another optimizer may yet use them
                 now = self._evaluate(thunks, single=False)
@@ -275,7 +279,7 @@ class COST(OptimizerWrapper):
 
     def _teleport_in_step(
         self, site: Site, now: Evaluation, M: Tensor
-    ) -> tuple[Evaluation, Tensor, TeleportReport | None]:
+    ) -> tuple[Evaluation, Tensor, TeleportReport | str]:
         there, M, report = site.teleport_in_step(now, M)
         if there is not now:
             # The gradients at the new point replace those at the old; the buffers change roles.
@@ -313,6 +317,8 @@ class COST(OptimizerWrapper):
                 now = promote(now, self._layout()[0])
         self._buffer = now.gradients.matrix
         self._check_tasks(now.names)
+        if self.last_step is None and single:
+            warn_about_nothing_to_weigh(len(now.names), now.layout.params)
         return now
 
     def _check_tasks(self, names: tuple[str, ...]) -> None:
@@ -324,6 +330,9 @@ class COST(OptimizerWrapper):
                     f"the tasks {few(names)} instead of {few(p.names)}, in this order"
                 )  # fmt: skip
                 warnings.warn(f"closure: {what}; the weighting starts anew", stacklevel=6)
+            elif p.num_tasks == K and sorted(p.names) == sorted(names) and by_position(self.weighting):
+                warnings.warn(f"closure: the tasks {few(names)} instead of {few(p.names)}: weights go by position",
+                              stacklevel=6)  # fmt: skip
             p.num_tasks, p.names, p.weights = K, list(names), None
             p.weighting = self.weighting.initial_state(K)
 
@@ -416,7 +425,7 @@ class COST(OptimizerWrapper):
         M: Tensor,
         losses: Tensor,
         conflict: bool | None,
-        teleport: TeleportReport | None,
+        teleport: TeleportReport | str,
         batch: tuple[Any, ...],
     ) -> None:
         p = self.progress
@@ -424,8 +433,9 @@ class COST(OptimizerWrapper):
         if batch and self.memory and self._driver.enabled:
             p.memory = [*p.memory, batch][-self.memory :]
         self._driver.remember(p, now.layout)
-        report = StepReport(losses, now.names, weights=weighed.weights, conflict=conflict, teleport=teleport,
-                            solver=weighed.solver, skipped_total=p.skipped)  # fmt: skip
+        attempt, refusal = (None, teleport) if isinstance(teleport, str) else (teleport, "")
+        report = StepReport(losses, now.names, weights=weighed.weights, conflict=conflict, teleport=attempt,
+                            no_teleport=refusal, solver=weighed.solver, skipped_total=p.skipped)  # fmt: skip
         if len(now.names) > 1 and now.weights is None:
             report = replace(report, gramian=M, cosines=cosines(M), norms=norms(M))
         self.last_step = report

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -85,6 +86,19 @@ def warn_about_shared(shared: Sequence[Tensor], base: Optimizer, model: nn.Modul
     _warn_about_missing("shared", active, base, model)
 
 
+@contextmanager
+def grads_aside(params: Iterable[Tensor]) -> Iterator[None]:
+    """Context in which the parameters have no ``.grad``; afterwards they have theirs back."""
+    grads = [(p, p.grad) for p in params]
+    try:
+        for p, _ in grads:
+            p.grad = None
+        yield
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+
+
 def warn_about_rest(shared: Sequence[Tensor], base: Optimizer, model: nn.Module) -> None:
     """Say that no other parameter of the model is in a param group of the base optimizer: the heads were forgotten, or
     it is another model's. Where some are, the choice was made knowingly (matrices for Muon, say)."""
@@ -103,6 +117,17 @@ def _warn_about_missing(what: str, params: Sequence[Tensor], base: Optimizer, mo
             "a .grad, but another optimizer has to step them",
             stacklevel=5,
         )
+
+
+def warn_about_nothing_to_weigh(tasks: int, shared: Sequence[Tensor]) -> None:
+    """Say that the weighting will have no say: one task, or tasks that have nothing in common."""
+    if tasks == 1:
+        what = "returned one loss, so there is nothing to weigh: if it is the sum of several, return them one by one"
+    elif not shared:
+        what = "no trainable parameter is reached by two of its losses (a detach() in between?): each task trains alone"
+    else:
+        return
+    warnings.warn(f"closure: {what}", stacklevel=6)
 
 
 def warn_about_weighting(own: Sequence[Tensor], base: Optimizer) -> None:

@@ -118,6 +118,10 @@ class OptimizerWrapper(Optimizer):
         Raises:
             ValueError: it is neither.
         """
+        missing = {"state", "param_groups"} - set(state_dict)
+        if missing:
+            raise ValueError(f"state_dict: expected what state_dict() of COST or of a torch optimizer made, got one "
+                             f"without {sorted(missing)}")  # fmt: skip
         state = dict(state_dict)
         for hook in self._hooks("_optimizer_load_state_dict_pre_hooks"):
             changed = hook(self, state)

@@ -38,7 +38,8 @@ def train(
         base,
         prepared,
         shared=model.trunk,
-        schedule=cost_mtl.TeleportSchedule(start=start, cooldown=10),
+        # Seconds long: it can't wait for a conflict that persists.
+        schedule=cost_mtl.TeleportSchedule(start=start, cooldown=10, confirm=False),
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.5)
     accelerator.register_for_checkpointing(optimizer, scheduler)

@@ -48,7 +48,8 @@ class Module(lightning.LightningModule):
             torch.optim.Adam(self.parameters(), lr=self.hparams.lr),
             self,
             shared=self.net.trunk,
-            schedule=cost_mtl.TeleportSchedule(start=self.hparams.start, cooldown=10),
+            # Seconds long: it can't wait for a conflict that persists.
+            schedule=cost_mtl.TeleportSchedule(start=self.hparams.start, cooldown=10, confirm=False),
         )
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.5)]
 

@@ -238,3 +238,10 @@ def test_progress_of_an_earlier_release_is_read():
     packed = Progress(step=3, attempts=2, last_attempt=1).pack("FAMO")
     del packed["last_asked"]
     assert Progress.unpack(packed, "FAMO") == Progress(step=3, attempts=2, last_attempt=1)
+
+
+@pytest.mark.parametrize("state", [{}, {"weird": 1}, {"state": {}}, {"param_groups": []}])
+def test_what_is_no_state_dict_is_refused_by_name(state):
+    run = Run()
+    with pytest.raises(ValueError, match="state_dict: expected what state_dict"):
+        run.optimizer.load_state_dict(state)

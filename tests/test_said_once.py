@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from cost_mtl import COST, DWA, DenseTeleporter, FairGrad, Move
+from cost_mtl import COST, DWA, DenseTeleporter, EqualWeighting, FairGrad, Move, NGDiff, TeleportSchedule
 from cost_mtl.base import State
 from tests.nets import data, losses, mlp
 
@@ -106,3 +106,83 @@ def test_what_weighting_and_teleporter_return_is_looked_at():
         optimizer(model, max_norm="1")
     with pytest.raises(TypeError, match="EqualWeighting"):
         optimizer(model, weighting=None)
+
+
+@pytest.mark.parametrize("weighting", [EqualWeighting([1.0, 100.0]), NGDiff()])
+def test_tasks_that_swap_places_under_settings_that_go_by_position(weighting):
+    model, (x, ys) = mlp(2), data(2)
+    opt = optimizer(model, weighting=weighting)
+    tasks = dict(zip("ab", [0, 1], strict=True))
+    opt.step(lambda: {k: losses(model, x, ys)[i] for k, i in tasks.items()})
+    with pytest.warns(UserWarning, match="the tasks b, a instead of a, b: weights go by position"):
+        opt.step(lambda: {k: losses(model, x, ys)[i] for k, i in reversed(tasks.items())})
+
+
+def test_weights_by_name_are_refused():
+    with pytest.raises(ValueError, match="a sequence of numbers in the order of the tasks"):
+        EqualWeighting({"a": 1.0, "b": 2.0})
+
+
+def test_a_sum_of_the_losses_is_said_to_leave_nothing_to_weigh():
+    model, (x, ys) = mlp(3), data(3)
+    opt = optimizer(model)
+    with pytest.warns(UserWarning, match="returned one loss, so there is nothing to weigh"):
+        opt.step(lambda: sum(losses(model, x, ys)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step(lambda: sum(losses(model, x, ys)))
+
+
+def test_tasks_that_share_nothing_are_said():
+    model, (x, ys) = mlp(2), data(2)
+
+    def apart():
+        z = model.trunk(x).detach()
+        return [(head(z) - y).square().mean() for head, y in zip(model.heads, ys, strict=True)]
+
+    opt = COST(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    with pytest.warns(UserWarning, match="no trainable parameter is reached by two of its losses"):
+        opt.step(apart)
+
+
+def test_the_report_says_why_a_conflict_led_to_no_attempt():
+    model, (x, ys) = mlp(2), data(2)
+    answers = iter([True, False])
+    opt = optimizer(model, trigger=lambda M: next(answers), schedule=TeleportSchedule(1, 30))
+    opt.step(losses, model, x, ys)
+    opt.step(losses, model, x, ys)
+    assert opt.last_step.conflict
+    assert opt.last_step.teleport is None
+    assert opt.last_step.no_teleport.startswith("the conflict is not there on the batch before")
+    opt.step(losses, model, x, ys)
+    assert opt.last_step.conflict is None
+    assert opt.last_step.no_teleport == ""
+
+
+def test_a_trigger_that_returns_no_truth_value_is_named():
+    model, (x, ys) = mlp(2), data(2)
+    opt = optimizer(model, trigger=lambda M: M < 0, schedule=TeleportSchedule(0, 1))
+    with pytest.raises(TypeError, match=r"trigger: expected it to return a bool, got a tensor of shape \[2, 2\]"):
+        opt.step(lambda: losses(model, x, ys))
+
+
+def test_an_earlier_batch_with_the_same_losses_is_remarked_on():
+    model, (x, ys) = mlp(2), data(2)
+    opt = optimizer(model, teleporter=DenseTeleporter())
+    other = data(2, seed=5)
+    for pair in ((x, ys), (x, ys)):
+        opt.step(losses, model, *pair)
+    assert any("exactly the current losses" in note for note in opt.teleport(losses, model, x, ys).notes)
+    for _ in range(4):
+        opt.step(losses, model, *other)
+    assert not any("exactly the current losses" in note for note in opt.teleport(losses, model, x, ys).notes)
+
+
+def test_reports_can_be_compared_and_kept_in_sets():
+    model, (x, ys) = mlp(2), data(2)
+    opt = optimizer(model)
+    opt.step(lambda: losses(model, x, ys))
+    first = opt.last_step
+    opt.step(lambda: losses(model, x, ys))
+    assert len({first, opt.last_step}) == 2
+    assert first != opt.last_step

@@ -157,7 +157,9 @@ def adapters(
         tuner = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](tree, config, ADAPTER)
         for layer in layers:
             wrapped = tree.get_submodule(layer.name)
-            wrapped.train(layer.module.training)
+            training = layer.module.training
+            wrapped.eval()  # an adapter's own dropout (LoHa's and LoKr's, even at rate 0) would shift the model's masks
+            layer.module.train(training)
             for parent, child in layer.places:
                 parent._modules[child] = wrapped
         yield AdapterSpace(problem, layers, tuner, plain_lora=plain_lora)

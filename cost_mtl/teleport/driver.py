@@ -24,6 +24,9 @@ REFUSALS = (NoAdaptableLayerError, UnrepeatableClosureError)
 """What makes a training step go on without the teleport, said once; ``COST.teleport`` raises it."""
 
 
+UNCONFIRMED = "the conflict is not there on the batch before (TeleportSchedule(confirm=True))"
+
+
 @dataclass(frozen=True)
 class TeleportDriver:
     """The teleport settings of one COST."""
@@ -71,7 +74,12 @@ class TeleportDriver:
 
     def conflict(self, M: Tensor) -> bool:
         """What the trigger says of a Gramian on the host."""
-        return bool(self.trigger(M)) if self.trigger is not None else False
+        if self.trigger is None:
+            return False
+        found = self.trigger(M)
+        if isinstance(found, Tensor) and found.numel() != 1:
+            raise TypeError(f"trigger: expected it to return a bool, got a tensor of shape {list(found.shape)}")
+        return bool(found)
 
     def generator(self, step: int) -> torch.Generator:
         """Keyed on (seed, step): the same in a resumed run and on every process."""
@@ -106,18 +114,18 @@ class TeleportDriver:
             self.on_teleport(outcome.report)
         return outcome
 
-    def run_in_step(self, problem: Problem, progress: Progress, htr: HTR, out: Tensor | None) -> Outcome | None:
-        """:meth:`run` if the conflict persists, where a refusal or a lack of memory must not end the training. None if
-        it does not, or was refused."""
+    def run_in_step(self, problem: Problem, progress: Progress, htr: HTR, out: Tensor | None) -> Outcome | str:
+        """:meth:`run` if the conflict persists, where a refusal or a lack of memory must not end the training. The
+        reason if it does not, or was refused."""
         try:
             if not self.persists(problem, progress):
-                return None
+                return UNCONFIRMED
             return self.run(problem, progress, htr, out)
         except REFUSALS as error:
             if type(error).__name__ not in self.said:
                 self.said.add(type(error).__name__)
-                warnings.warn(f"no teleport, here and later (said once): {error}", stacklevel=7)
-            return None
+                warnings.warn(f"no teleport where this is so (said once): {error}", stacklevel=7)
+            return str(error)
         except (RuntimeError, MemoryError) as error:
             if not lacks_memory(error):
                 raise

@@ -22,6 +22,10 @@ class NoAdaptableLayerError(ValueError):
     """No layer of the shared part can carry an adapter; the message names each with its reason."""
 
 
+RANK = 5
+"""The paper's."""
+
+
 @dataclass(frozen=True)
 class LoRATeleporter:
     """Delta theta as a low-rank PEFT adapter on the shared Linear and Conv layers, merged afterwards (COST, Eqns 5-11).
@@ -47,7 +51,7 @@ class LoRATeleporter:
         NoAdaptableLayerError: in ``propose``.
     """
 
-    rank: int = 5
+    rank: int = RANK
     peft_config: Any = None
     objective: str | Objective = "auto"
     solver: Solver = field(default_factory=LevelSet)
@@ -58,6 +62,12 @@ class LoRATeleporter:
     def __post_init__(self) -> None:
         at_least("rank", self.rank, 1)
         check_settings(self)
+        if self.peft_config is not None:
+            _check_config(self.peft_config)
+            if self.rank != RANK:
+                raise ValueError(
+                    f"rank: expected it in peft_config, where there is one, got rank={self.rank} beside it"
+                )
 
     def prepare(self) -> None:
         """Import PEFT (seconds, since it imports transformers). COST calls it when it is made, so that the first
@@ -96,6 +106,14 @@ class LoRATeleporter:
         from peft import LoraConfig
 
         return LoraConfig(r=self.rank, lora_alpha=self.rank)
+
+
+def _check_config(config: Any) -> None:
+    """Raises TypeError for what is no config of a PEFT method with adapters; without importing PEFT."""
+    if isinstance(config, type) or not getattr(config, "peft_type", None) or not hasattr(config, "target_modules"):
+        what = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
+        raise TypeError(f"peft_config: expected the config of a PEFT method that adapts layers, as in "
+                        f"LoHaConfig(r=5), got {what}")  # fmt: skip
 
 
 def _targeted(config: Any, layer: Layer, skipped: dict[str, str]) -> bool:

@@ -58,12 +58,12 @@ class Site:
         with no_autocast():
             return self.driver.run(problem, self.progress, self.htr, self.out).report
 
-    def teleport_in_step(self, now: Evaluation, M: Tensor) -> tuple[Evaluation, Tensor, TeleportReport | None]:
+    def teleport_in_step(self, now: Evaluation, M: Tensor) -> tuple[Evaluation, Tensor, TeleportReport | str]:
         """Teleport if the conflict persists: evaluation and Gramian at the new point (or the old ones, if nothing
-        moved), and the report of the attempt, if there was one. Random streams and buffers are as they were."""
+        moved), and the report of the attempt, or why there was none. Random streams and buffers are as they were."""
         here, M_here = self._movable(now, M)
         if not here.layout.params:
-            return now, M, None
+            return now, M, "every shared parameter is in a param group with learning rate 0"
         after = moment_of(self.base, self.model)
         problem = self._problem(here, M_here)
         try:
@@ -71,8 +71,8 @@ class Site:
                 outcome = self.driver.run_in_step(problem, self.progress, self.htr, self.out)
         finally:
             after.restore()
-        if outcome is None:
-            return now, M, None
+        if isinstance(outcome, str):
+            return now, M, outcome
         if outcome.evaluation is None or outcome.gramian is None:
             return now, M, outcome.report
         if here is now:

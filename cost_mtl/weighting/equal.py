@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,8 @@ class EqualWeighting:
     def __post_init__(self) -> None:
         if self.weights is None:
             return
+        if isinstance(self.weights, Mapping | str):
+            raise ValueError(f"weights must be a sequence of numbers in the order of the tasks; got {self.weights}")
         values = tuple(float(w) for w in self.weights)
         if not values or any(not math.isfinite(w) or w < 0 for w in values):
             raise ValueError(f"weights must be finite and non-negative, one per task; got {self.weights}")

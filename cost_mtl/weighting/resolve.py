@@ -12,8 +12,10 @@ from torch import Tensor
 from cost_mtl.base import SolvingWeighting, State, StatefulWeighting, Weighed, WeightingInputs
 from cost_mtl.weighting import torchjd_adapter
 from cost_mtl.weighting._checks import checked_weights
+from cost_mtl.weighting.equal import EqualWeighting
+from cost_mtl.weighting.ngdiff import NGDiff
 
-__all__ = ["needs_gramian_only", "resolve"]
+__all__ = ["by_position", "needs_gramian_only", "resolve"]
 
 
 def resolve(weighting: Any) -> StatefulWeighting:
@@ -54,6 +56,12 @@ def resolve(weighting: Any) -> StatefulWeighting:
 def needs_gramian_only(weighting: StatefulWeighting) -> bool:
     """Whether it is one of the adapters, which hand the Gramian on and nothing else."""
     return isinstance(weighting, _Function | _Solving | torchjd_adapter.TorchJDWeighting)
+
+
+def by_position(weighting: StatefulWeighting) -> bool:
+    """Whether a setting speaks of tasks by their places, so that it means others where their order changes."""
+    inner = getattr(weighting, "function", getattr(weighting, "weighting", weighting))
+    return isinstance(inner, NGDiff) or (isinstance(inner, EqualWeighting) and inner.weights is not None)
 
 
 def _name(weighting: Any) -> str:

@@ -167,3 +167,37 @@ def test_layers_that_do_not_fit_are_named_and_left_alone():
     assert report.accepted, report.reason
     changed = {k for k, v in model.state_dict().items() if not torch.equal(v, values[k])}
     assert changed == {"trunk.used_twice.weight", "trunk.alias.weight"}
+
+
+@pytest.mark.parametrize("kind", ["LoHa", "LoKr", "LoRA with dropout"])
+def test_an_adapters_own_dropout_does_not_shift_the_models_masks(kind):
+    """LoHa and LoKr draw a random number in every training forward, even at rate 0. Where that shifts the masks of the
+    model's dropout no loss is kept, and every move is rejected."""
+    import peft
+
+    config = {
+        "LoHa": peft.LoHaConfig(r=4, alpha=4),
+        "LoKr": peft.LoKrConfig(r=4, alpha=4),
+        "LoRA with dropout": peft.LoraConfig(r=4, lora_alpha=4, lora_dropout=0.3),
+    }[kind]
+    model, (x, ys) = convnet(dropout=0.3), data(2, shape=(2, 8, 8))
+    modes = [m.training for m in model.modules()]
+    problem = problem_of(model, x, ys)
+    layers, _ = shared_layers([model], problem.params)
+    plain = problem.evaluate(0)
+    with adapters(problem, layers, config) as space:
+        torch.testing.assert_close(problem.evaluate(0), plain, rtol=1e-5, atol=0)
+        space.place(torch.full_like(space.origin, 1e-6))
+        torch.testing.assert_close(problem.evaluate(0), plain, rtol=1e-3, atol=0)
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(problem.evaluate(0), plain)
+
+
+def test_what_is_no_adapters_config_is_refused_when_the_teleporter_is_made():
+    import peft
+
+    for config in ({"r": 3}, peft.LoraConfig, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), 5):
+        with pytest.raises(TypeError, match="peft_config: expected the config of a PEFT method"):
+            cost_mtl.LoRATeleporter(peft_config=config)
+    with pytest.raises(ValueError, match="rank: expected it in peft_config"):
+        cost_mtl.LoRATeleporter(rank=9, peft_config=peft.LoHaConfig(r=4))

@@ -162,7 +162,7 @@ class Fixed:
         (Fixed(0.0), "no move"),
         (Fixed(10.0), "drifted"),
         (Fixed(1e-6, "conflict"), "angle to the mean gradient"),
-        (Fixed(1e-6, "norm"), "norms rose"),
+        (Fixed(1e-6, "norm"), "norms changed"),
     ],
 )
 def test_rejections_say_why_and_change_nothing(teleporter, reason):
