@@ -13,9 +13,13 @@ from torch import Tensor
 
 from cost_mtl.gradients import cosines, gramian, norms
 
+MARGIN = 0.03
+"""Smallest cosine with the mean gradient that the conflict objective aims for. Little, since the harm a move does to the
+losses elsewhere grows faster than its length (docs/ablation.md), and not 0: where the landscape itself has the conflict
+(examples/toy_pareto.py) a move to its very border has to be made again and again."""
+
 LEAST_RISE = 0.06
-"""Least rise of the smallest cosine that the conflict objective aims for: twice what an accepted move has to gain. It
-aims at no conflict, and no further: the harm a move does elsewhere grows faster than its length (docs/ablation.md)."""
+"""Least rise of that cosine to aim for: twice what an accepted move has to gain."""
 
 AIM_NORM = 0.1
 """Relative rise of the balanced gradient norms that the norm objective aims for."""
@@ -116,9 +120,9 @@ def gain(objective: str, before: Tensor, after: Tensor) -> float:
 
 
 def wanted_gain(objective: str, M: Tensor) -> float:
-    """Rise of phi to aim for: the conflict resolved, or clearly larger norms."""
+    """Rise of phi to aim for: the conflict resolved with a margin, or clearly larger norms."""
     if objective == "conflict":
-        return max(-float(cosines(M)[worst_task(M)]), LEAST_RISE)
+        return max(MARGIN - float(cosines(M)[worst_task(M)]), LEAST_RISE)
     return AIM_NORM * float(balance(M).sum())
 
 

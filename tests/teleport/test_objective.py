@@ -111,4 +111,4 @@ def test_order_of_objectives():
 def test_what_is_wanted_resolves_the_conflict():
     oblique = torch.tensor([[1.0, -1.5], [-1.5, 9.0]], dtype=torch.float64)
     c = -0.5 / 7**0.5
-    assert ob.wanted_gain("conflict", oblique) == pytest.approx(-c)
+    assert ob.wanted_gain("conflict", oblique) == pytest.approx(ob.MARGIN - c)
