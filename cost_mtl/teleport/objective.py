@@ -14,9 +14,9 @@ from torch import Tensor
 from cost_mtl.gradients import cosines, gramian, norms
 
 MARGIN = 0.03
-"""Smallest cosine with the mean gradient that the conflict objective aims for. Little, since the harm a move does to the
-losses elsewhere grows faster than its length (docs/ablation.md), and not 0: where the landscape itself has the conflict
-(examples/toy_pareto.py) a move to its very border has to be made again and again."""
+"""Smallest cosine with the mean gradient that the conflict objective aims for. Little, since the harm a move does to
+the losses elsewhere grows faster than its length (docs/ablation.md), and not 0: where the landscape itself has the
+conflict (examples/toy_pareto.py) a move to its very border has to be made again and again."""
 
 LEAST_RISE = 0.06
 """Least rise of that cosine to aim for: twice what an accepted move has to gain."""
