@@ -207,6 +207,24 @@ def axes_table(results: Results, setting: Setting) -> Table:
     return Table(header, rows)
 
 
+def axes_matrix(results: Results, kind: str) -> Table:
+    """Every arm in every setting that has more than the main ones: differences from plain in Delta_m (points) or in
+    steps (percent), and their mean over the settings."""
+    settings = [s for s, arms in results.runs.items() if not set(arms) <= set(MAIN)]
+    part = Results({s: results.runs[s] for s in settings}, results.baselines)
+    rows = []
+    for arm in ARMS:
+        if arm == "plain" or not any(arm in results.runs[s] for s in settings):
+            continue
+        cells = []
+        for s in settings:
+            values = _values(results, s, kind, ("plain", arm))
+            scale = 1.0 if kind == "delta_m" else 100 / statistics.mean(values["plain"].values())
+            cells.append(cell([scale * d for d in paired(values["plain"], values[arm])]))
+        rows.append([arm, *cells, cell(pool(part, kind, "plain", arm))])
+    return Table(["arm", *map(_label, settings), "mean"], rows)
+
+
 def summary(results: Results) -> str:
     """How many settings lie beyond two standard errors, on which side; chance alone puts 8 % of them there with ten
     seeds (Student's t, 9 degrees of freedom)."""
@@ -250,6 +268,9 @@ def report(records: Sequence[dict[str, Any]], plot: Path | None = None) -> str:
     for setting, arms in results.runs.items():
         if "plain" in arms and "cost" in arms and not set(arms) <= set(MAIN):
             parts += [f"One part at a time, {_label(setting)}:", axes_table(results, setting).markdown()]
+    if any(not set(arms) <= set(MAIN) for arms in results.runs.values()):
+        parts += ["One part at a time, Δm − plain in points:", axes_matrix(results, "delta_m").markdown(),
+                  "Steps − plain in percent:", axes_matrix(results, "steps").markdown()]  # fmt: skip
     broken = sum(r["test"] is None for arms in results.runs.values() for seeds in arms.values() for r in seeds.values())
     parts.append(f"{len(records)} runs, {broken} broke down; code {', '.join(sorted({r['code'] for r in records}))}.")
     return "\n".join(parts)

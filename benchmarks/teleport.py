@@ -93,7 +93,7 @@ def moments(
     found: list[tuple[nn.Module, cost_mtl.COST, list[Any]]] = []
     last = problem.warmup
     trigger = cost_mtl.DominatedConflict()
-    for step in range(problem.warmup + 200 * every):
+    for step in range(problem.warmup + 1000 * every):
         batch = next(stream)
         if step > every and step - last >= every:
             G = cost_mtl.task_gradients(problem.losses(model, *batch), model.trunk.parameters())
