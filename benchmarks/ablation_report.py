@@ -61,7 +61,7 @@ class Results:
         problem, _, optimizer = setting
         baseline = self.baselines[problem, optimizer]
         runs = self.runs[setting].get(arm, {})
-        return {seed: delta_m(r["test"], baseline) for seed, r in runs.items() if r["test"] is not None}
+        return {seed: delta_m(r["test"], baseline) for seed, r in runs.items() if not broke_down(r)}
 
     def threshold(self, setting: Setting) -> float:
         """The fixed training loss (geometric mean over tasks): see :data:`THRESHOLD_AT`."""
@@ -86,6 +86,11 @@ class Results:
         bound = self.threshold(setting)
         runs = self.runs[setting].get(arm, {}).values()
         return sum(epochs_until(record["train_loss"], bound) is None for record in runs)
+
+
+def broke_down(record: dict[str, Any]) -> bool:
+    """Whether something was not finite, or the training loss ends above where it was in the first epoch."""
+    return record["test"] is None or record["train_loss"][-1] > record["train_loss"][0]
 
 
 def epochs_until(curve: Sequence[float], bound: float) -> float | None:
@@ -271,8 +276,15 @@ def report(records: Sequence[dict[str, Any]], plot: Path | None = None) -> str:
     if any(not set(arms) <= set(MAIN) for arms in results.runs.values()):
         parts += ["One part at a time, Δm − plain in points:", axes_matrix(results, "delta_m").markdown(),
                   "Steps − plain in percent:", axes_matrix(results, "steps").markdown()]  # fmt: skip
-    broken = sum(r["test"] is None for arms in results.runs.values() for seeds in arms.values() for r in seeds.values())
-    parts.append(f"{len(records)} runs, {broken} broke down; code {', '.join(sorted({r['code'] for r in records}))}.")
+    broken = [
+        f"{_label(setting)}, {arm}, seed {seed}"
+        for setting, arms in results.runs.items()
+        for arm, seeds in arms.items()
+        for seed, record in seeds.items()
+        if broke_down(record)
+    ]
+    codes = ", ".join(sorted({r["code"] for r in records}))
+    parts.append(f"{len(records)} runs, {len(broken)} broke down ({'; '.join(broken) or 'none'}); code {codes}.")
     return "\n".join(parts)
 
 

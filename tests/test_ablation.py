@@ -373,3 +373,15 @@ def test_branch_table_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     rows = {row.split("|")[1].strip(): row for row in capsys.readouterr().out.splitlines() if row.startswith("|")}
     assert {"cost", "no-move"} < rows.keys()
     assert rows["no-move"].split("|")[4].strip().startswith("+0.00 ±")  # right after: nothing moved
+
+
+def test_a_run_whose_training_loss_ends_above_its_first_epoch_is_left_out_and_counted() -> None:
+    records = synthetic()
+    diverged = next(r for r in records if r["settings"]["arm"] == "cost" and r["settings"]["seed"] == 1)
+    setting = tuple(diverged["settings"][k] for k in ("problem", "weighting", "optimizer"))
+    diverged["train_loss"] = [1.0, 0.5, 1.1]
+    assert 1 not in Results.of(records).delta_m(setting, "cost")
+    assert "1 broke down" in ablation_report.report(records)
+    diverged["train_loss"] = [1.0, 0.5, 0.9]
+    assert 1 in Results.of(records).delta_m(setting, "cost")
+    assert "0 broke down (none)" in ablation_report.report(records)
