@@ -107,8 +107,9 @@ class COST(OptimizerWrapper):
         trigger: when to teleport; None: never.
         schedule: when teleports are allowed.
         teleporter: what a teleport does; None: never.
-        htr: what the base optimizer keeps of its history after a teleport: ``"gradient"`` (default), ``"momentum"``,
-            ``"paper"``, ``"rollback"``, ``"keep"``, ``"reset"``; see ``cost_mtl.trajectory``.
+        htr: what the base optimizer keeps of its history after a teleport: ``"gradient"`` (default), ``"keep"``,
+            ``"rollback"``, ``"paper"``, ``"reset"``, ``"momentum"``; see ``cost_mtl.trajectory``. The last three were
+            measured to ruin runs with Adam (docs/ablation.md).
         heads: ``"own"`` (default): parameters of one task get their own loss's gradient; ``"weighted"``: times the
             task's weight, as in the official Nash-MTL.
         max_norm: clip the combined shared gradient to this Euclidean norm. None: no clipping. The official recipes of
