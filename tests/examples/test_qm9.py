@@ -113,7 +113,7 @@ def test_errors_are_in_usual_units(data: Data) -> None:
 
 @pytest.mark.parametrize(("method", "cost"), [("fairgrad", True), ("nashmtl", False), ("stl", False)])
 def test_resuming_ends_where_an_undisturbed_run_does(data: Data, tmp_path: Path, method: str, cost: bool) -> None:
-    run = qm9_train.RunSettings(method, cost, 0, **SMALL)
+    run = qm9_train.RunSettings(method, cost, 0, **(SMALL | {"epochs": 6}))
     undisturbed = qm9_train.train(run, data, tmp_path / "a", quiet, lambda: False)
     assert qm9_train.train(run, data, tmp_path / "b", quiet, stop_after(2)) is None
     saved = torch.load(tmp_path / "b", weights_only=True)["history"]
