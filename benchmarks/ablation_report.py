@@ -142,7 +142,7 @@ def main_table(results: Results, kind: str) -> Table:
     for setting in results.runs:
         values = _values(results, setting, kind, MAIN)
         plain = values["plain"]
-        scale = 1.0 if kind == "delta_m" else 100 / statistics.mean(plain.values())
+        scale = _scale(kind, plain)
         differences = [[scale * d for d in paired(plain, values[arm])] for arm in controls]
         against = [scale * d for d in paired(values["placebo"], values["cost"])]
         rows.append([_label(setting), str(len(differences[0])), f"{statistics.mean(plain.values()):.2f}",
@@ -157,13 +157,18 @@ def _values(results: Results, setting: Setting, kind: str, arms: Iterable[str]) 
     return {arm: of(setting, arm) for arm in arms}
 
 
+def _scale(kind: str, plain: dict[int, float]) -> float:
+    """What turns a difference into points (Delta_m) or percent of the plain runs' mean (steps)."""
+    return 1.0 if kind == "delta_m" else 100 / statistics.mean(plain.values())
+
+
 def pool(results: Results, kind: str, first: str, second: str) -> list[float]:
     """Per seed the mean over all settings of second - first (the settings of one seed share initial weights and
     batches, so the seeds are the independent units); seeds that lack a setting are left out."""
     sums: dict[int, list[float]] = {}
     for setting in results.runs:
         values = _values(results, setting, kind, {first, second, "plain"})
-        scale = 1.0 if kind == "delta_m" else 100 / statistics.mean(values["plain"].values())
+        scale = _scale(kind, values["plain"])
         for seed in values[first].keys() & values[second].keys():
             sums.setdefault(seed, []).append(scale * (values[second][seed] - values[first][seed]))
     return [statistics.mean(found) for _, found in sorted(sums.items()) if len(found) == len(results.runs)]
@@ -195,7 +200,7 @@ def axes_table(results: Results, setting: Setting) -> Table:
     arms = [arm for arm in ARMS if arm in results.runs[setting]]
     dm = _values(results, setting, "delta_m", arms)
     steps = _values(results, setting, "steps", arms)
-    scale = 100 / statistics.mean(steps["plain"].values())
+    scale = _scale("steps", steps["plain"])
     rows = []
     for arm in arms:
         if arm == "plain":
@@ -224,7 +229,7 @@ def axes_matrix(results: Results, kind: str) -> Table:
         cells = []
         for s in settings:
             values = _values(results, s, kind, ("plain", arm))
-            scale = 1.0 if kind == "delta_m" else 100 / statistics.mean(values["plain"].values())
+            scale = _scale(kind, values["plain"])
             cells.append(cell([scale * d for d in paired(values["plain"], values[arm])]))
         rows.append([arm, *cells, cell(pool(part, kind, "plain", arm))])
     return Table(["arm", *map(_label, settings), "mean"], rows)
@@ -304,7 +309,7 @@ def draw(results: Results, path: Path) -> None:
             points = []
             for row, setting in enumerate(settings):
                 values = _values(results, setting, kind, ("plain", arm))
-                scale = 1.0 if kind == "delta_m" else 100 / statistics.mean(values["plain"].values())
+                scale = _scale(kind, values["plain"])
                 points.append(
                     (row + offset, *mean_and_error([scale * d for d in paired(values["plain"], values[arm])]))
                 )

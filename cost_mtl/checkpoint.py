@@ -13,7 +13,7 @@ from torch import Tensor
 from cost_mtl.base import State
 
 VERSION = 1
-ADDED = ("last_asked",)
+ADDED = ("last_asked", "names")
 """Fields that checkpoints of earlier releases of this version lack; they start at their default."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 

@@ -325,6 +325,8 @@ class COST(OptimizerWrapper):
     def _check_tasks(self, names: tuple[str, ...]) -> None:
         """A weighting's memory is of tasks, by their places: with other tasks, or another order, it is void."""
         p, K = self.progress, len(names)
+        if p.num_tasks == K and not p.names:  # from a checkpoint of before they were kept
+            p.names = list(names)
         if p.num_tasks != K or p.names != list(names):
             if p.num_tasks is not None and p.weighting:
                 what = f"{K} losses instead of {p.num_tasks}" if p.num_tasks != K else (

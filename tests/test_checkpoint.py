@@ -245,3 +245,18 @@ def test_what_is_no_state_dict_is_refused_by_name(state):
     run = Run()
     with pytest.raises(ValueError, match="state_dict: expected what state_dict"):
         run.optimizer.load_state_dict(state)
+
+
+def test_a_checkpoint_of_before_tasks_had_names_keeps_the_weightings_memory():
+    run = Run(weighting=weightings.FAMO())
+    run.train(4)
+    saved = through_a_file(run.save())
+    run.train(6)
+    for name in ("names", "last_asked"):
+        del saved["optimizer"]["cost"][name]
+    other = Run(weighting=weightings.FAMO())
+    other.load(saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.train(6)
+    assert torch.equal(flat(list(run.model.parameters())), flat(list(other.model.parameters())))

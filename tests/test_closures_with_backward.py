@@ -7,9 +7,9 @@ import torch
 
 from cost_mtl import COST, Acceptance, DenseTeleporter, EqualWeighting, FairGrad, LoRATeleporter, TeleportSchedule
 from tests.nets import data, flat, losses, mlp
+from tests.resuming import EASY
 
 REJECTS = Acceptance(tolerance=1e-9)
-EASY = Acceptance(min_angle=0.0, min_norm=0.0)
 
 
 def run(calls_backward, steps=4, micro=1, **settings):

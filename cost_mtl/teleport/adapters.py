@@ -41,8 +41,8 @@ class AdapterSpace:
         self.origin = self.layout.flatten(self.variables)
 
     def gradients(self, batch: int) -> tuple[Tensor, Tensor]:
-        known = self.problem.known_gradients(batch) if self.plain_lora and self.fresh else None
-        if known is not None:
+        known = self.problem.known_gradients(batch)  # taken even where it is of no use: it is as large as G
+        if known is not None and self.plain_lora and self.fresh:
             return known[0], self._from_dense(known[1])
         return self.problem.evaluate_gradients(batch, wrt=self.variables)
 

@@ -39,8 +39,8 @@ class DenseSpace:
         """Delta theta [m] of where the model stands; None: at theta."""
 
     def gradients(self, batch: int) -> tuple[Tensor, Tensor]:
-        known = self.problem.known_gradients(batch) if self.here is None else None
-        return self.problem.evaluate_gradients(batch) if known is None else known
+        known = self.problem.known_gradients(batch)
+        return known if known is not None and self.here is None else self.problem.evaluate_gradients(batch)
 
     def task_gradients(self, batch: int) -> Tensor:
         return DenseSpace.gradients(self, batch)[1]

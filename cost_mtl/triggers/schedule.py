@@ -20,9 +20,9 @@ class TeleportSchedule:
         limit: most attempts in the whole run; None: no limit.
         confirm: a conflict must be there on an earlier batch as well, where COST remembers one, before an attempt is
             made of it. Default True: most are noise of one batch (measured, 53 to 75 % are gone on the next). Costs
-            one evaluation of the task gradients each time; an attempt makes use of it and costs no more for it. An
-            unconfirmed conflict does not count as an attempt; the next one is looked for a tenth of ``cooldown`` later,
-            so that this stays cheap where hardly any persists. False: the paper's rule.
+            one evaluation of the task gradients each time, which an attempt with LoRA or dense moves makes use of and
+            costs no more for. An unconfirmed conflict does not count as an attempt; the next one is looked for a tenth
+            of ``cooldown`` later, so that this stays cheap where hardly any persists. False: the paper's rule.
     """
 
     start: int = 1000

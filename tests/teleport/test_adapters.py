@@ -201,3 +201,16 @@ def test_what_is_no_adapters_config_is_refused_when_the_teleporter_is_made():
             cost_mtl.LoRATeleporter(peft_config=config)
     with pytest.raises(ValueError, match="rank: expected it in peft_config"):
         cost_mtl.LoRATeleporter(rank=9, peft_config=peft.LoHaConfig(r=4))
+
+
+def test_gradients_of_a_second_batch_are_let_go_whether_they_are_of_use_or_not():
+    import peft
+
+    for config in (peft.LoraConfig(r=3, lora_alpha=3), peft.LoHaConfig(r=3, alpha=3)):
+        model, (x, ys) = mlp(2), data(2)
+        problem = problem_of(model, x, ys)
+        problem.closures.append([lambda: losses(model, x * 2, ys)])  # noqa: B023
+        problem.look_at(1)
+        with adapters(problem, shared_layers([model], problem.params)[0], config) as space:
+            space.gradients(1)
+        assert problem.known_gradients(1) is None
