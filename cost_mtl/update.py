@@ -138,7 +138,7 @@ def _values(grad: Tensor) -> Tensor:
 
 def clip_(d: Tensor, max_norm: float | None, pieces: Any = None) -> Tensor:
     """Scale d [m], or this process's piece of it, in place so that ||d|| <= max_norm, without a host read."""
-    if max_norm is not None:
+    if max_norm is not None and max_norm != float("inf"):  # inf / inf would be NaN
         length = torch.linalg.vector_norm(d)
         if pieces is not None:
             length = sum_pieces_(length.square(), pieces).sqrt()

@@ -139,7 +139,8 @@ def comparisons(results: Sequence[Result]) -> list[str]:
         pairs = [teleported[seed] - without[seed] for seed in without if seed in teleported]
         if pairs:
             lines.append(
-                f"{method.label}: COST changes Δm by {with_error(pairs, 2)} points (paired, n = {len(pairs)})."
+                f"{method.label}: COST changes Δm by {with_error(pairs, 2)} points "
+                f"(above 0 is worse; paired, n = {len(pairs)})."
             )
     if lines and len({result["settings"]["seed"] for result in results}) < 10:
         lines.append("Single runs differ by 1 to 2 points: ten seeds or more tell a gain from chance (--seeds 10).")

@@ -287,3 +287,15 @@ def test_import_is_light():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("weighting", [cost_mtl.FairGrad(2.0), cost_mtl.FairGrad(2.0, max_norm=float("inf"))])
+def test_an_infinite_max_norm_clips_nothing(weighting):
+    def run(**settings):
+        model, (x, ys) = mlp(3), data(3)
+        opt = cost_mtl.COST(optim.Adam(model.parameters(), lr=0.01), model, shared=model.trunk, **settings)
+        for _ in range(3):
+            opt.step(lambda: losses(model, x, ys))
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(run(weighting=weighting, max_norm=float("inf")), run(weighting=cost_mtl.FairGrad(2.0)))
