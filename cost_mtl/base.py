@@ -110,12 +110,28 @@ class WeightingInputs:
         losses: detached losses [K].
         gradients: G [K, m]. Read only: it is COST's buffer.
         step: steps done before this one, counted from 0; randomness is keyed on (the method's seed, step).
+        names: the K tasks of the rows. Default: "0", "1", ...
+        known: all tasks seen so far, these among them, in the order of their first appearance. Default: names.
+        named: whether the closure named its tasks (a mapping). If not, the names are places in a list.
     """
 
     gramian: Tensor
     losses: Tensor
     gradients: Tensor
     step: int
+    names: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    named: bool = False
+
+    def __post_init__(self) -> None:
+        names = self.names or tuple(str(i) for i in range(len(self.losses)))
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "known", self.known or names)
+
+    @property
+    def places(self) -> list[int]:
+        """Place of each row's task among the known ones [K]: what a setting by position goes by."""
+        return [self.known.index(name) for name in self.names]
 
 
 @dataclass(frozen=True)
@@ -130,6 +146,9 @@ class Weighed:
         solver: how the solve went, if there was one.
         parameter_grads: (parameter, gradient) pairs of the method's own learnable parameters (Uncertainty);
             COST writes them to ``.grad`` and whichever optimizer holds the parameters steps them.
+        at_rest: (parameter, mask) pairs: entries of these parameters (True in the mask) that belong to absent tasks.
+            COST puts them, and the base optimizer's state of them, back after the update: momentum and weight decay
+            move an entry whose gradient is zero.
     """
 
     weights: Tensor
@@ -137,12 +156,23 @@ class Weighed:
     direction: Tensor | None = None
     solver: SolverReport | None = None
     parameter_grads: tuple[tuple[nn.Parameter, Tensor], ...] = ()
+    at_rest: tuple[tuple[nn.Parameter, Tensor], ...] = ()
 
 
 @runtime_checkable
 class StatefulWeighting(Protocol):
     """A rule that needs the losses, the whole gradients or a memory. The object holds settings only; COST keeps the
-    state, hands it in, and saves it in ``state_dict()``."""
+    state, hands it in, and saves it in ``state_dict()``.
+
+    Two optional class attributes say more of it:
+
+    ``by_name``: True: its settings and its state go by task name, so that the tasks may differ from step to step. A
+    task that is absent (missing from the closure's mapping, or without a gradient in this batch) is left out of its
+    inputs, and gets weight 0. Default False: it is handed all tasks, and its state starts again when they change.
+
+    ``needs``: ``"gramian"``: it never looks at ``inputs.gradients``, which may then be incomplete in a group of
+    processes. Default ``"gradients"``.
+    """
 
     def initial_state(self, num_tasks: int) -> State: ...
 

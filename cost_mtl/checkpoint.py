@@ -13,7 +13,7 @@ from torch import Tensor
 from cost_mtl.base import State
 
 VERSION = 1
-ADDED = ("last_asked", "names")
+ADDED = ("last_asked", "names", "present")
 """Fields that checkpoints of earlier releases of this version lack; they start at their default."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -70,10 +70,11 @@ class Progress:
         last_asked: number of the last step in which an earlier batch was asked whether it has the conflict, too.
         sigma: HTR's sigma for the coming step, where a teleport was made outside of ``step``; else None.
         direction: combined direction [m] of the last step, kept only for the HTR policies that need it.
-        weights: w [K] of the last solve, kept for ``every`` > 1.
+        weights: task name -> its weight when it was last weighed, kept for ``every`` > 1.
         weighting: the weighting's own state.
-        num_tasks: K of the last step; None before the first.
-        names: its tasks, in order.
+        num_tasks: number of tasks known; None before the first step.
+        names: the tasks known, in the order of their first appearance.
+        present: the tasks of the last step, in its order.
         shared: indices of the shared parameters among the model's, where they are found from the graph.
         memory: the last batches, latest last.
         iterates: earlier values of the shared parameters [m], latest last, for a teleporter that works with them.
@@ -86,10 +87,11 @@ class Progress:
     last_asked: int | None = None
     sigma: float | None = None
     direction: Tensor | None = None
-    weights: Tensor | None = None
+    weights: dict[str, float] | None = None
     weighting: State = field(default_factory=dict)
     num_tasks: int | None = None
     names: list[str] = field(default_factory=list)
+    present: list[str] = field(default_factory=list)
     shared: list[int] = field(default_factory=list)
     memory: list[tuple[Any, ...]] = field(default_factory=list)
     iterates: list[Tensor] = field(default_factory=list)
@@ -127,6 +129,10 @@ class Progress:
                 stacklevel=3,
             )
         progress = cls(**{f.name: detached(state[f.name]) for f in fields(cls) if f.name in state})
+        if isinstance(progress.weights, Tensor):  # as kept by releases that had no names for them
+            w, names = progress.weights.tolist(), progress.names
+            progress.weights = dict(zip(names, w, strict=True)) if len(names) == len(w) else None
+        progress.present = progress.present or progress.names
         if state["method"] != method:
             if progress.weighting:
                 warnings.warn(
@@ -134,5 +140,6 @@ class Progress:
                     "starts anew",
                     stacklevel=3,
                 )
-            progress.weighting, progress.weights, progress.num_tasks, progress.names = {}, None, None, []
+            progress.weighting, progress.weights, progress.num_tasks = {}, None, None
+            progress.names, progress.present = [], []
         return progress

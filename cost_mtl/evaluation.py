@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -59,8 +59,10 @@ class Evaluation:
         losses: detached losses [K], mean over micro-batches and processes.
         layout: columns of G; empty with one task.
         gradients: G [K, m] and the gradients of the other parameters, likewise averaged.
-        weights: None; or, from :func:`measure_combined`, the weights [K] that the gradients were combined with: G then
-            has one row, and the other parameters' gradients count as task 0's.
+        named: whether the closure named its tasks.
+        graphs: for each task, whether a loss of it had a graph, on any process.
+        weights: None; or the weights [K] of an earlier step that the gradients were combined with: G then has one row,
+            and the other parameters' gradients count as task 0's.
         pieces: the process group over which the gradients are in pieces (``fully_shard``), or None.
         share: the columns of G that are averaged on this process; None: all of them.
     """
@@ -69,6 +71,8 @@ class Evaluation:
     losses: Tensor
     layout: Layout
     gradients: TaskGradients
+    named: bool = False
+    graphs: tuple[bool, ...] = ()
     weights: Tensor | None = None
     pieces: Any = None
     share: Share | None = None
@@ -130,6 +134,23 @@ def mean_losses(values: Sequence[Tensor], group: Any, dtype: torch.dtype | None 
     return mean_(total.clone(), group)
 
 
+@dataclass(frozen=True)
+class Reused:
+    """Weights of an earlier step, by task name, for the cheap steps between two solves (``every`` > 1).
+
+    Attributes:
+        weights: of the shared gradient.
+        own: of the gradients of the tasks' own parameters.
+    """
+
+    weights: Mapping[str, float]
+    own: Mapping[str, float]
+
+    def covers(self, names: Iterable[str]) -> bool:
+        """Whether every one of the tasks has a weight; one that has joined since needs a solve."""
+        return all(name in self.weights for name in names)
+
+
 def measure(
     thunks: Sequence[Thunk],
     model: nn.Module,
@@ -139,6 +160,8 @@ def measure(
     *,
     out: Tensor | None = None,
     single: bool = True,
+    known: Iterable[str] = (),
+    reused: Reused | None = None,
     look_closely: bool = False,
     in_teleport: bool = False,
 ) -> Evaluation:
@@ -149,12 +172,16 @@ def measure(
         own: the other trainable parameters.
         out: buffer for G.
         single: with one task nothing is shared: treat all parameters as its own.
+        known: tasks seen in earlier steps: one task beside them is not alone, it is the one that has labels here.
+        reused: weights to combine the losses with before the backward pass, where they cover the tasks.
         look_closely: for the first evaluation: refuse what would go wrong silently.
         in_teleport: the tasks are known, and a lack of memory in one process is to be everyone's.
     """
     values: list[Tensor] = []
-    names: tuple[str, ...] = ()
+    tasks: TaskLosses | None = None
     result: TaskGradients | None = None
+    combined: _Combined | None = None
+    graphs: set[int] = set()
     guard: AbstractContextManager[None]
     if in_teleport:
         guard, found = short_of_memory_together(layout.device, group), run(thunks, model)
@@ -163,20 +190,37 @@ def measure(
         guard, found = nullcontext(), _checked(thunks, model, params, group, look_closely=look_closely)
     with guard:
         for tasks in found:
-            if single and len(tasks) == 1 and layout.params:
+            if single and layout.params and is_alone(tasks, known):
                 own, layout = [*layout.params, *own], Layout(())
-            if look_closely and result is None and not any(map(is_sharded, (*layout.params, *own))):
+            if reused is not None and not values and reused.covers(tasks.names):
+                combined = _Combined.start(reused, tasks.names, layout, own, thunks)
+            if look_closely and not values and not any(map(is_sharded, (*layout.params, *own))):
                 warn_about_others(other_parameters(tasks.roots, [*layout.params, *own]))
                 warn_about_constants(tasks)
-            result = collect(tasks, layout, own, out=out, factor=1.0 / len(thunks), add_to=result)
-            if look_closely and len(result.reached) + len(result.own) < len(layout.params) + len(own):
-                refuse_reentrant_checkpoints(tasks.roots)
-            names = tasks.names
+            if combined is not None:
+                combined.add(tasks)
+            else:
+                result = collect(tasks, layout, own, out=out, factor=1.0 / len(thunks), add_to=result)
+                if look_closely and len(result.reached) + len(result.own) < len(layout.params) + len(own):
+                    refuse_reentrant_checkpoints(tasks.roots)
+            names, named = tasks.names, tasks.named
+            graphs |= {i for i, root in enumerate(tasks.roots) if root is not None}
             values.append(tasks.values)
             del tasks
-    if result is None:
+    if not values:
         raise ValueError("closure: expected at least one, got an empty sequence")
-    return _averaged(names, values, layout, own, result, len(names), group, in_shares=not in_teleport)
+    gradients = combined.result() if combined is not None else result
+    if gradients is None:
+        raise RuntimeError("expected gradients")
+    found_graphs = tuple(i in graphs for i in range(len(names)))
+    weights = None if combined is None else combined.weights
+    now = Evaluation(names, mean_losses(values, group), layout, gradients, named, found_graphs, weights)
+    return _averaged(now, own, group, in_shares=combined is None and not in_teleport)
+
+
+def is_alone(tasks: TaskLosses, known: Iterable[str]) -> bool:
+    """Whether there is one task, and never were others (as far as names tell)."""
+    return len(tasks) == 1 and not (tasks.named and set(known) - set(tasks.names))
 
 
 def _checked(
@@ -207,42 +251,38 @@ def _refuse_hooks(params: Sequence[Tensor]) -> None:
         )
 
 
-def _averaged(
-    names: tuple[str, ...],
-    values: Sequence[Tensor],
-    layout: Layout,
-    own: Sequence[Tensor],
-    result: TaskGradients,
-    tasks: int,
-    group: Any,
-    *,
-    in_shares: bool = False,
-) -> Evaluation:
-    """The evaluation, averaged over the processes (FSDP has averaged sharded gradients itself)."""
-    losses, share = mean_losses(values, group), None
+def _averaged(now: Evaluation, own: Sequence[Tensor], group: Any, *, in_shares: bool) -> Evaluation:
+    """The evaluation, averaged over the processes (FSDP has averaged sharded gradients itself); its losses are."""
+    layout, result, share, graphs = now.layout, now.gradients, None, now.graphs
     if group is not None:
         if layout.pieces_group is None:
             share = scatter_mean_(result.matrix, group) if in_shares else None
             if not in_shares:
                 mean_(result.matrix, group)
-        _fill_gaps(layout, own, result, tasks, group)
-    return Evaluation(names, losses, layout, result, pieces=pieces_group([*layout.params, *own]), share=share)
+        graphs = _fill_gaps(layout, own, result, 1 if now.weights is not None else len(now.names), graphs, group)
+    return replace(now, graphs=graphs, pieces=pieces_group([*layout.params, *own]), share=share)
 
 
-def _fill_gaps(layout: Layout, own: Sequence[Tensor], result: TaskGradients, tasks: int, group: Any) -> None:
-    """What some process has a gradient of, all have; the unshared ones are averaged."""
+def _fill_gaps(
+    layout: Layout, own: Sequence[Tensor], result: TaskGradients, tasks: int, graphs: tuple[bool, ...], group: Any
+) -> tuple[bool, ...]:
+    """What some process has a gradient of, all have; the unshared ones are averaged. Which tasks had a graph on any
+    process is returned."""
     params = [*layout.params, *own]
     if not params:
-        return
-    m = len(layout.params)
-    flags = torch.zeros(m + len(own) * tasks)
-    flags[sorted(result.reached)] = 1.0
+        return graphs
+    m, K = len(layout.params), len(graphs)
+    flags = torch.zeros(K + m + len(own) * tasks)
+    flags[:K] = torch.tensor(graphs)
+    flags[[K + k for k in sorted(result.reached)]] = 1.0
     for r, p in enumerate(own):
         for task in result.own.get(id(p), {}):
-            flags[m + r * tasks + task] = 1.0
+            flags[K + m + r * tasks + task] = 1.0
     found = union(flags.to(params[0].device), group).nonzero().flatten().tolist()
-    result.reached = {k for k in found if k < m}
-    mean_own_(result.own, [(own[(k - m) // tasks], (k - m) % tasks) for k in found if k >= m], group)
+    result.reached = {k - K for k in found if K <= k < K + m}
+    places = [k - K - m for k in found if k >= K + m]
+    mean_own_(result.own, [(own[k // tasks], k % tasks) for k in places], group)
+    return tuple(i in set(found) for i in range(K))
 
 
 def reached_by_several(now: Evaluation, params: Sequence[Tensor]) -> list[int]:
@@ -283,48 +323,51 @@ def promote(now: Evaluation, layout: Layout) -> Evaluation:
     return replace(now, layout=layout, gradients=replace(now.gradients, matrix=G, reached=reached))
 
 
-def measure_combined(
-    thunks: Sequence[Thunk],
-    model: nn.Module,
-    layout: Layout,
-    own: Sequence[Tensor],
-    weights: Tensor,
-    own_weights: Tensor,
-    group: Any,
-) -> Evaluation:
-    """The cheap step between two solves: gradient of sum_i w_i L_i for the shared parameters and of
+class _Combined:
+    """The cheap step between two solves: the gradient of sum_i w_i L_i for the shared parameters and of
     sum_i own_w_i L_i for the others, in two backward passes whatever K is (tasks are not kept apart)."""
-    inputs = [*layout.params, *own]
-    sums: list[Tensor | None] = [None] * len(inputs)
-    values: list[Tensor] = []
-    names: tuple[str, ...] = ()
-    # Scaled losses times weights above 1 (those of small gradients are in the hundreds) would overflow: the largest
-    # weight waits until the scale is off.
-    scaled = any(thunk.scale is not None for thunk in thunks)
-    later = [w.abs().max().clamp_min(1.0) if scaled else torch.ones_like(w[0]) for w in (weights, own_weights)]
-    part = 1.0 / len(thunks)
-    shared_seeds, own_seeds = weights / later[0] * part, own_weights / later[1] * part
-    for tasks in _checked(thunks, model, inputs, group, look_closely=False):
-        if len(tasks) != len(weights):
-            raise ValueError(f"closure: expected {len(weights)} losses as in the step before, got {len(tasks)}")
-        shared_grads = combined_backward(tasks, list(shared_seeds), layout.params, retain_graph=bool(own))
-        own_grads = combined_backward(tasks, list(own_seeds), own)
-        for k, grad in enumerate([*shared_grads, *own_grads]):
+
+    def __init__(
+        self, weights: Tensor, own_weights: Tensor, layout: Layout, own: Sequence[Tensor], thunks: Sequence[Thunk]
+    ) -> None:
+        self.weights, self.layout, self.own = weights, layout, own
+        self.sums: list[Tensor | None] = [None] * (len(layout.params) + len(own))
+        # Scaled losses times weights above 1 (those of small gradients are in the hundreds) would overflow: the largest
+        # weight waits until the scale is off.
+        self.scaled = any(thunk.scale is not None for thunk in thunks)
+        self.later = [max(1.0, float(w.abs().max())) if self.scaled else 1.0 for w in (weights, own_weights)]
+        self.seeds = [w / most / len(thunks) for w, most in zip((weights, own_weights), self.later, strict=True)]
+
+    @classmethod
+    def start(
+        cls, reused: Reused, names: Sequence[str], layout: Layout, own: Sequence[Tensor], thunks: Sequence[Thunk]
+    ) -> _Combined:
+        """For tasks that the weights cover."""
+        pick = [
+            torch.tensor([by_name[n] for n in names], dtype=torch.float64) for by_name in (reused.weights, reused.own)
+        ]
+        return cls(pick[0], pick[1], layout, own, thunks)
+
+    def add(self, tasks: TaskLosses) -> None:
+        """One micro-batch."""
+        shared, own = self.layout.params, self.own
+        grads = combined_backward(tasks, self.seeds[0].tolist(), shared, retain_graph=bool(own))
+        grads += combined_backward(tasks, self.seeds[1].tolist(), own)
+        for k, grad in enumerate(grads):
             if grad is not None:
-                if scaled:
-                    most = later[k >= len(layout.params)]
-                    grad = like(grad, local(grad) * most.to(grad.device, grad.dtype))
-                so_far = sums[k]
-                sums[k] = grad if so_far is None else so_far + grad
-        names = tasks.names
-        values.append(tasks.values)
-        del tasks
-    m = len(layout.params)
-    result = TaskGradients(layout.buffer(1).zero_(), {}, {k for k in range(m) if sums[k] is not None})
-    for k in result.reached:
-        layout.view(result.matrix[0], k).copy_(_dense(sums[k]))
-    result.own = {id(p): {0: grad} for p, grad in zip(own, sums[m:], strict=True) if grad is not None}
-    return replace(_averaged(names, values, layout, own, result, 1, group), weights=weights)
+                if self.scaled:
+                    grad = like(grad, local(grad) * self.later[k >= len(shared)])
+                so_far = self.sums[k]
+                self.sums[k] = grad if so_far is None else so_far + grad
+
+    def result(self) -> TaskGradients:
+        """G with one row, and the others' gradients as task 0's."""
+        layout, m = self.layout, len(self.layout.params)
+        result = TaskGradients(layout.buffer(1).zero_(), {}, {k for k in range(m) if self.sums[k] is not None})
+        for k in result.reached:
+            layout.view(result.matrix[0], k).copy_(_dense(self.sums[k]))
+        result.own = {id(p): {0: grad} for p, grad in zip(self.own, self.sums[m:], strict=True) if grad is not None}
+        return result
 
 
 def _dense(grad: Tensor | None) -> Tensor:

@@ -28,12 +28,14 @@ class TaskLosses:
         values: detached losses [K].
         roots: where each task's backward pass starts; None for a loss without a graph (its gradient is zero).
         scale: loss scale []: backward passes start with it, and it is taken off the gradients again. None: 1.
+        named: whether the closure named them; if not, the names are places in a list.
     """
 
     names: tuple[str, ...]
     values: Tensor
     roots: tuple[Tensor | GradientEdge | None, ...]
     scale: Tensor | None = None
+    named: bool = False
 
     def __len__(self) -> int:
         return len(self.names)
@@ -71,7 +73,7 @@ def split_losses(losses: object, *, scale: Tensor | None = None, require_graph: 
     if isinstance(losses, Tensor):
         tasks = _from_tensor(losses)
     elif isinstance(losses, Mapping):
-        tasks = _from_scalars([str(name) for name in losses], list(losses.values()))
+        tasks = replace(_from_scalars([str(name) for name in losses], list(losses.values())), named=True)
     elif isinstance(losses, Sequence) and not isinstance(losses, str | bytes):
         tasks = _from_scalars([str(i) for i in range(len(losses))], list(losses))
     else:
@@ -96,6 +98,8 @@ def _describe(value: object) -> str:
 def _from_scalars(names: list[str], scalars: list[object]) -> TaskLosses:
     if not scalars:
         raise ValueError(f"{EXPECTED}; got none")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{EXPECTED}; got two tasks of the same name among {names}")
     roots: list[Tensor] = []
     for name, scalar in zip(names, scalars, strict=True):
         if not isinstance(scalar, Tensor):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cost_mtl import agreement, scaling, trajectory
+from cost_mtl.absent import keeping_entries, present_rows, weigh_present
 from cost_mtl.allocator import keep_freed_memory
 from cost_mtl.arguments import at_least, one_of, positive
 from cost_mtl.base import (
@@ -28,11 +29,11 @@ from cost_mtl.checkpoint import Progress, name_of
 from cost_mtl.compiled import as_it_is, keep_saved_tensors
 from cost_mtl.evaluation import (
     Evaluation,
+    Reused,
     Thunk,
     bind,
     mean_losses,
     measure,
-    measure_combined,
     promote,
     reached_by_several,
     run,
@@ -46,6 +47,7 @@ from cost_mtl.parameters import (
     grads_aside,
     held_by,
     resolve_shared,
+    warn_about_left_out,
     warn_about_nothing_to_weigh,
     warn_about_rest,
     warn_about_shared,
@@ -70,7 +72,7 @@ from cost_mtl.update import (
     write_shared,
 )
 from cost_mtl.weighting import FairGrad, resolve
-from cost_mtl.weighting.resolve import by_position, needs_gramian_only
+from cost_mtl.weighting.resolve import goes_by_name, needs_gramian_only
 from cost_mtl.wrapper import OptimizerWrapper
 
 
@@ -228,12 +230,13 @@ class COST(OptimizerWrapper):
             conflict = self._driver.conflict(host.gramian)
             if conflict:
                 now, M, teleport = self._teleport_in_step(self._site(thunks, batch, before), now.whole(), M)
-        weighed = self._weigh(now, M)
+        weighed = self._weigh(now, M, host)
         self._write(now, weighed)
         self._reuse_history(now.layout)
-        scaling.step(self.scaler, self.base)
-        self._observe(thunks, now, weighed)
+        with keeping_entries(self.base, weighed.at_rest):
+            scaling.step(self.scaler, self.base)
         self._finish(now, weighed, M, losses, conflict, teleport, batch)
+        self._observe(thunks, now, host)
         return losses
 
     def teleport(self, closure: Closure | Sequence[Closure], *batch: Any) -> TeleportReport:
@@ -304,11 +307,13 @@ class COST(OptimizerWrapper):
     def _evaluate(self, thunks: Sequence[Thunk], *, single: bool = True) -> Evaluation:
         layout, own = self._layout()
         weights = self.progress.weights
+        reused = None
         if weights is not None and single and self._reuses_weights():
-            own_weights = weights if self.heads == "weighted" else torch.ones_like(weights)
-            return measure_combined(thunks, self.model, layout, own, weights, own_weights, self._group)
-        now = measure(thunks, self.model, layout, own, self._group, out=self._buffer, single=single,
-                      look_closely=self.last_step is None)  # fmt: skip
+            reused = Reused(weights, weights if self.heads == "weighted" else dict.fromkeys(weights, 1.0))
+        now = measure(thunks, self.model, layout, own, self._group, out=self._buffer, single=single, reused=reused,
+                      known=self.progress.names, look_closely=self.last_step is None)  # fmt: skip
+        if now.weights is not None:
+            return now
         if self._shared is None and len(now.names) > 1:
             mine = list(self.model.parameters())
             several = reached_by_several(now, mine)
@@ -316,28 +321,34 @@ class COST(OptimizerWrapper):
                 now = now.whole()
                 self.progress.shared = sorted({*self.progress.shared, *several})
                 now = promote(now, self._layout()[0])
+        elif self.last_step is None and self._shared is not None and len(now.names) > 1:
+            left_out = [p for p in self.model.parameters() if id(p) not in now.layout.index]
+            warn_about_left_out(self.model, [left_out[k] for k in reached_by_several(now, left_out)])
         self._buffer = now.gradients.matrix
-        self._check_tasks(now.names)
+        self._meet_tasks(now.names, now.named)
         if self.last_step is None and single:
             warn_about_nothing_to_weigh(len(now.names), now.layout.params)
         return now
 
-    def _check_tasks(self, names: tuple[str, ...]) -> None:
-        """A weighting's memory is of tasks, by their places: with other tasks, or another order, it is void."""
+    def _meet_tasks(self, names: tuple[str, ...], named: bool) -> None:
+        """Keep the tasks in mind. A weighting that goes by name is told who is there; the memory of any other is of
+        tasks by their places, so with other tasks, or another order, it is void."""
         p, K = self.progress, len(names)
         if p.num_tasks == K and not p.names:  # from a checkpoint of before they were kept
-            p.names = list(names)
-        if p.num_tasks != K or p.names != list(names):
+            p.names = p.present = list(names)
+        if named and goes_by_name(self.weighting):
+            if p.num_tasks is None:
+                p.weighting = self.weighting.initial_state(K)
+            p.names = [*p.names, *(name for name in names if name not in p.names)]
+        elif p.num_tasks is None or p.present != list(names):
             if p.num_tasks is not None and p.weighting:
-                what = f"{K} losses instead of {p.num_tasks}" if p.num_tasks != K else (
-                    f"the tasks {few(names)} instead of {few(p.names)}, in this order"
+                what = f"{K} losses instead of {len(p.present)}" if len(p.present) != K else (
+                    f"the tasks {few(names)} instead of {few(p.present)}, in this order"
                 )  # fmt: skip
-                warnings.warn(f"closure: {what}; the weighting starts anew", stacklevel=6)
-            elif p.num_tasks == K and sorted(p.names) == sorted(names) and by_position(self.weighting):
-                warnings.warn(f"closure: the tasks {few(names)} instead of {few(p.names)}: weights go by position",
-                              stacklevel=6)  # fmt: skip
-            p.num_tasks, p.names, p.weights = K, list(names), None
-            p.weighting = self.weighting.initial_state(K)
+                warnings.warn(f"closure: {what}; the weighting starts again", stacklevel=6)
+            p.weights, p.weighting = None, self.weighting.initial_state(K)
+            p.names = [*p.names, *(name for name in names if name not in p.names)] if named else list(names)
+        p.num_tasks, p.present = len(p.names), list(names)
 
     def _refuse(self, now: Evaluation, host: HostRead, before: Moment | None) -> bool:
         """Whether the step has to be left out because something is not finite."""
@@ -360,25 +371,38 @@ class COST(OptimizerWrapper):
         )
         return True
 
-    def _weigh(self, now: Evaluation, M: Tensor) -> Weighed:
-        K = len(now.names)
+    def _weigh(self, now: Evaluation, M: Tensor, host: HostRead) -> Weighed:
         if now.weights is not None:
             return Weighed(now.weights, self.progress.weighting)
         if not _is_weighed(now):
-            return Weighed(torch.ones(K, dtype=M.dtype, device=M.device), self.progress.weighting)
-        seen = now if needs_gramian_only(self.weighting) else now.whole()
-        inputs = WeightingInputs(M, now.losses, seen.gradients.matrix, self.progress.step)
-        weighed = self.weighting.weigh(inputs, self.progress.weighting)
-        if not isinstance(weighed, Weighed):
-            raise TypeError(f"weighting: expected weigh() to return a Weighed, got {type(weighed).__name__}")
+            return Weighed(torch.ones(len(now.names), dtype=M.dtype, device=M.device), self.progress.weighting)
+        rows = self._rows(now, host)
+        weighed = weigh_present(
+            self.weighting, self._inputs(now, M, rows), self.progress.weighting, rows, len(now.names)
+        )
         refuse_weights(weighed.weights, self.weighting)
         self.progress.weighting = weighed.state
         if weighed.parameter_grads and not self._weighting_checked:
             self._weighting_checked = True
             warn_about_weighting([p for p, _ in weighed.parameter_grads], self.base)
         if self.every > 1:
-            self.progress.weights = weighed.weights
+            fresh = {now.names[i]: w for i, w in enumerate(weighed.weights.tolist()) if i in rows}
+            self.progress.weights = (self.progress.weights or {}) | fresh
         return weighed
+
+    def _rows(self, now: Evaluation, host: HostRead) -> list[int]:
+        """The tasks that the weighting is told of."""
+        return present_rows(now, host) if goes_by_name(self.weighting) else list(range(len(now.names)))
+
+    def _inputs(self, now: Evaluation, M: Tensor, rows: Sequence[int]) -> WeightingInputs:
+        """What the weighting may look at, of the given tasks."""
+        G = (now if needs_gramian_only(self.weighting) else now.whole()).gradients.matrix
+        losses, names = now.losses, now.names
+        if len(rows) < len(names):
+            at = torch.tensor(rows, device=M.device)
+            M, losses, names = M[at][:, at], losses[at.to(losses.device)], tuple(names[i] for i in rows)
+            G = G if needs_gramian_only(self.weighting) else G[at]
+        return WeightingInputs(M, losses, G, self.progress.step, names, tuple(self.progress.names), now.named)
 
     def _write(self, now: Evaluation, weighed: Weighed) -> None:
         """``.grad`` of every parameter; G's first row becomes the combined direction."""
@@ -394,7 +418,7 @@ class COST(OptimizerWrapper):
             write_shared(now.layout, clip_(d, self.max_norm, now.pieces), now.gradients.reached)
             if trajectory.needs_direction(self.htr) and self._driver.enabled:
                 self.progress.direction = d.clone()
-        scaled = self.heads == "weighted" and len(now.names) > 1 and now.weights is None
+        scaled = self.heads == "weighted" and _is_weighed(now)
         own = [p for p in all_trainable(self.base, self.model) if id(p) not in now.layout.index]
         write_own(own, now.gradients, weighed.weights if scaled else None)
         for parameter, grad in weighed.parameter_grads:
@@ -410,7 +434,7 @@ class COST(OptimizerWrapper):
             moments: Literal["first", "both"] = "both" if self.htr in ("paper", "reset") else "first"
             trajectory.reuse_trajectory_(self.base, layout.params, sigma, moments=moments)
 
-    def _observe(self, thunks: Sequence[Thunk], now: Evaluation, weighed: Weighed) -> None:
+    def _observe(self, thunks: Sequence[Thunk], now: Evaluation, host: HostRead) -> None:
         if not isinstance(self.weighting, ObservingWeighting) or not _is_weighed(now):
             return
         # The losses after the update must not count in running statistics or shift the random streams.
@@ -418,8 +442,8 @@ class COST(OptimizerWrapper):
         values = [tasks.values for tasks in run(thunks, self.model)]
         moment.restore()
         reshard(self.model)
-        losses = mean_losses(values, self._group)
-        self.progress.weighting = self.weighting.observe(losses, weighed.state)
+        losses = mean_losses(values, self._group)[self._rows(now, host)]
+        self.progress.weighting = self.weighting.observe(losses, self.progress.weighting)
 
     def _finish(
         self,
@@ -439,7 +463,7 @@ class COST(OptimizerWrapper):
         attempt, refusal = (None, teleport) if isinstance(teleport, str) else (teleport, "")
         report = StepReport(losses, now.names, weights=weighed.weights, conflict=conflict, teleport=attempt,
                             no_teleport=refusal, solver=weighed.solver, skipped_total=p.skipped)  # fmt: skip
-        if len(now.names) > 1 and now.weights is None:
+        if now.weights is None and (len(now.names) > 1 or now.layout.params):
             report = replace(report, gramian=M, cosines=cosines(M), norms=norms(M))
         self.last_step = report
 
@@ -469,5 +493,6 @@ class COST(OptimizerWrapper):
 
 
 def _is_weighed(now: Evaluation) -> bool:
-    """Whether the weighting is asked: several tasks that share something, and no weights of an earlier step."""
-    return now.weights is None and len(now.names) > 1 and bool(now.layout.params)
+    """Whether the weighting is asked: tasks that share something (one alone does not), and no weights of an earlier
+    step."""
+    return now.weights is None and bool(now.layout.params)

@@ -119,6 +119,17 @@ def _warn_about_missing(what: str, params: Sequence[Tensor], base: Optimizer, mo
         )
 
 
+def warn_about_left_out(model: nn.Module, several: Sequence[Tensor]) -> None:
+    """Say that several tasks reach parameters which ``shared`` does not name."""
+    if several:
+        warnings.warn(
+            f"shared: several tasks reach {len(several)} parameters outside of it ({few(names_of(model, several))}), "
+            "which get the plain sum of their gradients. If they belong to the shared part, name them in shared as "
+            "well, or leave shared out: it is then found from the graph",
+            stacklevel=6,
+        )
+
+
 def warn_about_nothing_to_weigh(tasks: int, shared: Sequence[Tensor]) -> None:
     """Say that the weighting will have no say: one task, or tasks that have nothing in common."""
     if tasks == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,10 @@ def checked_weights(weights: Any, gramian: Tensor, name: str) -> Tensor:
     return checked
 
 
-def check_positive(losses: Tensor, who: str, why: str) -> None:
-    """Raises ValueError, naming the task, if one of the losses [K] is negative. Looks on the CPU only."""
-    if losses.device.type == "cpu" and bool((losses < 0).any()):
-        task = int(losses.argmin())
-        raise ValueError(f"{who} {why}, but the loss of task {task} is {float(losses[task]):g}")
+def check_positive(losses: Tensor, names: Sequence[str], who: str, why: str, when: str = "") -> None:
+    """Raises ValueError, naming the task, if one of the losses [K] is negative."""
+    values = losses.tolist()
+    negative = [i for i, value in enumerate(values) if value < 0]
+    if negative:
+        i = negative[0]
+        raise ValueError(f"{who} {why}: expected numbers >= 0,{when} got {values[i]:g} for task {names[i]!r}")

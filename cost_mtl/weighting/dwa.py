@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
+from cost_mtl.arguments import at_least
 from cost_mtl.base import State, Weighed, WeightingInputs
 
 __all__ = ["DWA"]
@@ -19,7 +23,8 @@ class DWA:
     w = K softmax(r / T) with r_i = L_i(t - 1) / L_i(t - 2), the ratio of the mean losses of the last two epochs: a task
     whose loss falls slowly gets more weight. Ones during the first two epochs.
 
-    Its state is the sum of the losses in the current epoch and their means in the two before.
+    Its state, for each task: sum and number of its losses in the current epoch, and their means in the two before. A
+    task that is absent from a batch is not counted in it; one without a mean in both epochs has r = 1.
 
     Args:
         steps_per_epoch: optimizer steps over which the losses are averaged (``len(loader)``).
@@ -32,35 +37,49 @@ class DWA:
     steps_per_epoch: int
     temperature: float = 2.0
 
+    needs: ClassVar[str] = "gramian"
+    by_name: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
-        if self.steps_per_epoch < 1:
-            raise ValueError(f"steps_per_epoch must be at least 1, got {self.steps_per_epoch!r}")
+        at_least("steps_per_epoch", self.steps_per_epoch, 1)
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature must be positive and finite, got {self.temperature!r}")
+            raise ValueError(f"temperature: expected a finite number > 0, got {self.temperature!r}")
 
     def initial_state(self, num_tasks: int) -> State:
-        return {"epoch": 0, "total": None, "count": 0, "last": None, "before_last": None}
+        return {"epoch": 0, "total": {}, "count": {}, "last": {}, "before_last": {}}
 
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
         """Weights [K] from the losses of the epochs before; the current ones are added to the state."""
-        losses = inputs.losses.detach().to(torch.float64)
-        epoch, total, count = inputs.step // self.steps_per_epoch, state["total"], state["count"]
+        losses = dict(zip(inputs.names, inputs.losses.detach().double().tolist(), strict=True))
+        state = _by_task(state, inputs.known)
+        epoch, total, count = inputs.step // self.steps_per_epoch, dict(state["total"]), dict(state["count"])
         last, before_last = state["last"], state["before_last"]
-        if epoch != state["epoch"] and count > 0:
-            last, before_last = total / count, last
-            total, count = None, 0
-        new: State = {
-            "epoch": epoch,
-            "total": losses.clone() if total is None else total.to(losses.device) + losses,
-            "count": count + 1,
-            "last": last,
-            "before_last": before_last,
-        }
-        if before_last is None:
-            w = torch.ones_like(losses)
-        else:
-            last, before_last = last.to(losses.device), before_last.to(losses.device)
-            # A task that had no labels for an epoch has a mean loss of 0: no rate is known, so 1.
-            ratio = torch.where(before_last == 0, 1.0, last / before_last)
-            w = len(losses) * torch.softmax(ratio / self.temperature, 0)
+        if epoch != state["epoch"] and count:
+            last, before_last = {name: total[name] / count[name] for name in total}, last
+            total, count = {}, {}
+        for name, loss in losses.items():
+            total[name], count[name] = total.get(name, 0.0) + loss, count.get(name, 0) + 1
+        new: State = {"epoch": epoch, "total": total, "count": count, "last": last, "before_last": before_last}
+        ratio = torch.tensor([_ratio(last, before_last, n) for n in inputs.names], dtype=torch.float64, device="cpu")
+        w = len(losses) * torch.softmax(ratio / self.temperature, 0) if before_last else torch.ones_like(ratio)
         return Weighed(w.to(inputs.gramian.device, inputs.gramian.dtype), new)
+
+
+def _ratio(last: Mapping[str, float], before_last: Mapping[str, float], name: str) -> float:
+    # A mean loss of 0, or none: the rate is not known.
+    before = before_last.get(name, 0.0)
+    return last[name] / before if before != 0 and name in last else 1.0
+
+
+def _by_task(state: State, known: Sequence[str]) -> State:
+    """The state by task; that of a checkpoint from before it went by name had one tensor [K] a field, or None."""
+    if isinstance(state["total"], dict):
+        return state
+
+    def split(values: Tensor | None) -> dict[str, float]:
+        return {} if values is None else dict(zip(known, values.tolist(), strict=False))
+
+    total = split(state["total"])
+    counts = dict.fromkeys(total, state["count"])
+    return {"epoch": state["epoch"], "total": total, "count": counts, "last": split(state["last"]),
+            "before_last": split(state["before_last"])}  # fmt: skip

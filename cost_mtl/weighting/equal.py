@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from cost_mtl.base import State, Weighed, WeightingInputs
 
 __all__ = ["EqualWeighting"]
 
@@ -16,31 +19,81 @@ __all__ = ["EqualWeighting"]
 class EqualWeighting:
     """Linear scalarisation (LS): the sum of the task losses, or a fixed weighted sum of them.
 
+    The tasks' own parameters get their own loss's gradient, unweighted, unless ``COST(heads="weighted")`` says
+    otherwise. A task of weight 0 trains nothing that is shared.
+
     Args:
-        weights: K finite, non-negative numbers, one per task; None (default) stands for all ones, the sum that every
-            paper's "LS" row minimises.
+        weights: None (default): all ones, the sum that every paper's "LS" row minimises. A mapping task name -> weight,
+            for closures that return a mapping: ``EqualWeighting({"seg": 1.0, "depth": 0.1})``. Or K numbers in the
+            order of the tasks; where the tasks have names, that is the order in which they first appear, and all have
+            to be there in the first step. Finite and non-negative.
 
     Raises:
-        ValueError: a weight is negative or not finite, or their number is not K at the first call.
+        ValueError: a weight is negative or not finite; in the first step that shows it, their number is not K, or a
+            task has none.
     """
 
-    weights: tuple[float, ...] | None = None
+    weights: Mapping[str, float] | Sequence[float] | None = None
+
+    needs: ClassVar[str] = "gramian"
+    by_name: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.weights is None:
             return
-        if isinstance(self.weights, Mapping | str):
-            raise ValueError(f"weights must be a sequence of numbers in the order of the tasks; got {self.weights}")
-        values = tuple(float(w) for w in self.weights)
-        if not values or any(not math.isfinite(w) or w < 0 for w in values):
-            raise ValueError(f"weights must be finite and non-negative, one per task; got {self.weights}")
-        object.__setattr__(self, "weights", values)
+        if isinstance(self.weights, str) or not isinstance(self.weights, Mapping | Sequence):
+            raise ValueError(f"weights: expected numbers in the order of the tasks, or task name -> number, "
+                             f"got {self.weights!r}")  # fmt: skip
+        by_name = isinstance(self.weights, Mapping)
+        values = list(self.weights.values() if isinstance(self.weights, Mapping) else self.weights)
+        if not values or any(not _is_number(w) or not math.isfinite(w) or w < 0 for w in values):
+            raise ValueError(f"weights: expected finite numbers >= 0, one per task, got {self.weights!r}")
+        numbers = [float(w) for w in values]
+        object.__setattr__(
+            self, "weights", dict(zip(self.weights, numbers, strict=True)) if by_name else tuple(numbers)
+        )
 
     def __call__(self, gramian: Tensor) -> Tensor:
-        """Weights [K] for the Gramian [K, K], of which only the shape, dtype and device are looked at."""
-        num_tasks = gramian.shape[0]
+        """Weights [K] for the Gramian [K, K], of which only the shape, dtype and device are looked at.
+
+        Raises:
+            ValueError: the weights go by name, and a Gramian has no names; or their number is not K.
+        """
+        K = gramian.shape[0]
+        if isinstance(self.weights, Mapping):
+            raise ValueError("weights: expected K numbers where a Gramian is all there is, got weights by task name")
+        if self.weights is not None and len(self.weights) != K:
+            raise ValueError(f"weights: expected one for each of the {K} tasks, got {len(self.weights)}")
+        numbers = [1.0] * K if self.weights is None else list(self.weights)
+        return torch.tensor(numbers, dtype=gramian.dtype, device="cpu").to(gramian.device, non_blocking=True)
+
+    def initial_state(self, num_tasks: int) -> State:
+        return {}
+
+    def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
+        """Weights [K] of the tasks that are there."""
+        M = inputs.gramian
+        w = torch.tensor(self._of(inputs), dtype=M.dtype, device="cpu")
+        return Weighed(w.to(M.device, non_blocking=True), state)
+
+    def _of(self, inputs: WeightingInputs) -> list[float]:
         if self.weights is None:
-            return torch.ones(num_tasks, dtype=gramian.dtype, device=gramian.device)
-        if len(self.weights) != num_tasks:
-            raise ValueError(f"weights has {len(self.weights)} entries, but there are {num_tasks} tasks")
-        return torch.tensor(self.weights, dtype=gramian.dtype, device="cpu").to(gramian.device, non_blocking=True)
+            return [1.0] * len(inputs.names)
+        if isinstance(self.weights, Mapping):
+            missing = [name for name in inputs.names if name not in self.weights]
+            if missing:
+                raise ValueError(f"weights: expected one for each task, got none for {missing}; there are weights for "
+                                 f"{list(self.weights)}")  # fmt: skip
+            return [self.weights[name] for name in inputs.names]
+        if len(self.weights) != len(inputs.known):
+            fewer = inputs.named and len(inputs.known) < len(self.weights)
+            raise ValueError(
+                f"weights: expected one for each of the {len(inputs.known)} tasks {list(inputs.known)}, got "
+                f"{len(self.weights)}" + (", whose order is open until all tasks have been there: give them by name, "
+                                          "as a mapping" if fewer else "")
+            )  # fmt: skip
+        return [self.weights[place] for place in inputs.places]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,71 +25,121 @@ class FAMO:
 
     z = softmax(xi), w_i proportional to z_i / (L_i - b_i + eps), sum of w = 1. After the update the losses are
     evaluated again on the same batch, and the logits xi take one Adam step along the change of log(L_i - b_i + eps): a
-    task whose loss fell less gains weight. That evaluation is the one exception to COST's one closure call a step.
+    task whose loss fell less gains weight. That evaluation is the one exception to COST's one closure call a step; the
+    logits move at the beginning of the coming step, so that nothing waits for the losses.
 
-    Its state: the logits and Adam's two moments [K], the number of their steps, and the losses of the current step. The
-    published method weights the tasks' own parameters as well: ``COST(heads="weighted")``.
+    Its state: for each task its logit and Adam's two moments and count of steps; the losses before and after the last
+    update. A task that is absent from a batch keeps its own, and the others are weighed as if there were none of it.
+    The published method weights the tasks' own parameters as well: ``COST(heads="weighted")``.
 
     Args:
         lr: of the logits. 0.025 (default) is the paper's.
         weight_decay: gamma, coupled (added to the gradient). 1e-3 (default) is the paper's; the authors' class has 1e-5
             and their scripts set it per data set.
-        min_losses: lower bounds b [K] of the losses; None (default): zeros.
+        min_losses: lower bounds b of the losses, by task name or [K] in the order of the tasks; None (default): zeros.
         epsilon: 1e-8 (default), the authors': keeps the logarithm of a loss at its bound finite.
 
     Raises:
-        ValueError: a setting is out of range, or (on the CPU) a loss is below its bound.
+        ValueError: a setting is out of range; in a step, before parameters move, a loss is below its bound, or was
+            after the update before.
     """
 
     lr: float = 0.025
     weight_decay: float = 1e-3
-    min_losses: tuple[float, ...] | None = None
+    min_losses: Sequence[float] | Mapping[str, float] | None = None
     epsilon: float = 1e-8
+
+    needs: ClassVar[str] = "gramian"
+    by_name: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("lr", "weight_decay"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+                raise ValueError(f"{name}: expected a finite number >= 0, got {value!r}")
         if not self.epsilon > 0:
-            raise ValueError(f"epsilon must be positive, got {self.epsilon!r}")
-        if self.min_losses is not None:
+            raise ValueError(f"epsilon: expected a number > 0, got {self.epsilon!r}")
+        if isinstance(self.min_losses, Mapping):
+            object.__setattr__(self, "min_losses", {str(k): float(b) for k, b in self.min_losses.items()})
+        elif self.min_losses is not None:
             object.__setattr__(self, "min_losses", tuple(float(b) for b in self.min_losses))
 
     def initial_state(self, num_tasks: int) -> State:
-        if self.min_losses is not None and len(self.min_losses) != num_tasks:
-            raise ValueError(f"min_losses has {len(self.min_losses)} entries, but there are {num_tasks} tasks")
-        zeros = torch.zeros(num_tasks, dtype=torch.float64, device="cpu")
-        return {"logits": zeros, "mean": zeros.clone(), "square": zeros.clone(), "steps": 0, "losses": None}
+        return {"tasks": {}, "names": [], "losses": None, "after": None}
 
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
-        """Weights [K], sum 1, from the losses and the logits."""
-        gap = self._gap(inputs.losses)
-        w = torch.softmax(state["logits"].to(gap.device, non_blocking=True), 0) / gap
+        """Weights [K], sum 1, from the losses and the logits, which first take the step that the last update asks for.
+
+        Raises:
+            ValueError: a loss is below its bound, now or after the last update; ``min_losses`` has not one bound per
+                task.
+        """
+        bounds = self._bounds(inputs)
+        gap = self._gap(inputs.losses, inputs.names, bounds, "")
+        tasks = self._moved(_by_task(state, inputs.known), state, bounds)
+        for name in inputs.names:
+            tasks.setdefault(name, {"logit": 0.0, "mean": 0.0, "square": 0.0, "steps": 0})
+        logits = torch.tensor([tasks[name]["logit"] for name in inputs.names], dtype=torch.float64, device="cpu")
+        w = torch.softmax(logits, 0) / gap
         w = (w / w.sum()).to(inputs.gramian.device, inputs.gramian.dtype)
-        return Weighed(w, state | {"losses": inputs.losses.detach().clone()})
+        losses = inputs.losses.detach().cpu().clone()
+        return Weighed(w, {"tasks": tasks, "names": list(inputs.names), "losses": losses, "after": None})
 
     def observe(self, losses_after: Tensor, state: State) -> State:
-        """The state with the logits moved, from the losses [K] after the update on the same batch."""
-        after = self._gap(losses_after)
-        logits, mean, square = (state[key].to(after.device, non_blocking=True) for key in ("logits", "mean", "square"))
-        fallen = self._gap(state["losses"]).log() - after.log()
+        """The state with the losses [K] after the update on the same batch; nothing is read from the device."""
+        return state | {"after": losses_after.detach().clone()}
+
+    def _moved(self, tasks: dict[str, dict[str, Any]], state: State, bounds: Mapping[str, float]) -> dict[str, Any]:
+        """The tasks' logits and moments after one Adam step along what the last update did."""
+        names, after = state.get("names"), state.get("after")
+        if not names or after is None:
+            return tasks
+        fallen = self._gap(state["losses"], names, bounds, "").log()
+        fallen = fallen - self._gap(after, names, bounds, ", after the last update,").log()
         # A loss that is not finite after the update says nothing, and would stay in the logits for good.
-        fallen = torch.where(torch.isfinite(fallen).all(), fallen, torch.zeros_like(fallen))
+        fallen = fallen if bool(torch.isfinite(fallen).all()) else torch.zeros_like(fallen)
+        logits = torch.tensor([tasks[name]["logit"] for name in names], dtype=torch.float64, device="cpu")
         z = torch.softmax(logits, 0)
         gradient = z * (fallen - (z * fallen).sum()) + self.weight_decay * logits
-        steps = state["steps"] + 1
-        mean = _BETAS[0] * mean + (1 - _BETAS[0]) * gradient
-        square = _BETAS[1] * square + (1 - _BETAS[1]) * gradient**2
-        size = (square / (1 - _BETAS[1] ** steps)).sqrt() + _ADAM_EPSILON
-        logits = logits - self.lr * mean / (1 - _BETAS[0] ** steps) / size
-        return {"logits": logits, "mean": mean, "square": square, "steps": steps, "losses": None}
+        return tasks | {name: self._adam(tasks[name], float(g)) for name, g in zip(names, gradient, strict=True)}
 
-    def _gap(self, losses: Tensor) -> Tensor:
-        """L - b + eps [K], float64."""
-        gap = losses.detach().to(torch.float64)
-        if self.min_losses is not None:
-            # Subtracted as numbers: a tensor would have to be copied to the device.
-            gap = torch.stack([loss - bound for loss, bound in zip(gap, self.min_losses, strict=True)])
-        check_positive(gap, "FAMO", "takes the logarithm of the losses minus their bounds")
+    def _adam(self, task: Mapping[str, Any], gradient: float) -> dict[str, Any]:
+        steps = task["steps"] + 1
+        mean = _BETAS[0] * task["mean"] + (1 - _BETAS[0]) * gradient
+        square = _BETAS[1] * task["square"] + (1 - _BETAS[1]) * gradient**2
+        size = math.sqrt(square / (1 - _BETAS[1] ** steps)) + _ADAM_EPSILON
+        logit = task["logit"] - self.lr * mean / (1 - _BETAS[0] ** steps) / size
+        return {"logit": logit, "mean": mean, "square": square, "steps": steps}
+
+    def _bounds(self, inputs: WeightingInputs) -> dict[str, float]:
+        """b of every known task."""
+        given, known = self.min_losses, inputs.known
+        if given is None:
+            return dict.fromkeys(known, 0.0)
+        if isinstance(given, Mapping):
+            missing = [name for name in known if name not in given]
+            if missing:
+                raise ValueError(f"min_losses: expected a bound for each task, got none for {missing}")
+            return {name: given[name] for name in known}
+        if len(given) != len(known):
+            raise ValueError(f"min_losses: expected one for each of the {len(known)} tasks {list(known)}, got "
+                             f"{len(given)}; by name, as a mapping, they need not all be known")  # fmt: skip
+        return dict(zip(known, given, strict=True))
+
+    def _gap(self, losses: Tensor, names: Sequence[str], bounds: Mapping[str, float], when: str) -> Tensor:
+        """L - b + eps [K], float64, on the CPU."""
+        bound = torch.tensor([bounds[name] for name in names], dtype=torch.float64, device="cpu")
+        gap = losses.detach().to("cpu", torch.float64) - bound
+        check_positive(gap, names, "FAMO", "takes the logarithm of the losses minus their bounds", when)
         return gap + self.epsilon
+
+
+def _by_task(state: State, known: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The tasks' part of the state; that of a checkpoint from before it went by name was one tensor [K] a field."""
+    if "logits" not in state:
+        return dict(state["tasks"])
+    rows = zip(*(state[key].tolist() for key in ("logits", "mean", "square")), strict=True)
+    return {
+        name: {"logit": x, "mean": m, "square": s, "steps": state["steps"]}
+        for name, (x, m, s) in zip(known, rows, strict=False)
+    }

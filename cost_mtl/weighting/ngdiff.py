@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from cost_mtl.base import State, Weighed, WeightingInputs
 from cost_mtl.weighting._checks import check_shape, host_matrix
 
 __all__ = ["NGDiff"]
@@ -21,7 +23,8 @@ class NGDiff:
     paper's learning-rate scheduler is not part of it.
 
     Args:
-        retain, forget: which of the two losses is to fall (0, default) and which to rise (1, default).
+        retain, forget: which of the two losses is to fall (0, default) and which to rise (1, default); where the tasks
+            have names, 0 is the one that appeared first.
 
     Raises:
         ValueError: the two are not 0 and 1 in some order, or there are not two tasks; on the CPU also for a matrix that
@@ -30,6 +33,9 @@ class NGDiff:
 
     retain: int = 0
     forget: int = 1
+
+    needs: ClassVar[str] = "gramian"
+    by_name: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if {self.retain, self.forget} != {0, 1}:
@@ -49,3 +55,17 @@ class NGDiff:
         signed = inverse.clone()
         signed[self.forget] = -inverse[self.forget]
         return signed
+
+    def initial_state(self, num_tasks: int) -> State:
+        return {}
+
+    def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
+        """Weights [K] of those of the two tasks that are there."""
+        M, known = inputs.gramian, len(inputs.known)
+        if known != 2:
+            raise ValueError(f"NGDiff is for two tasks, one to retain and one to forget, both in the first step; got "
+                             f"{list(inputs.known)}")  # fmt: skip
+        whole = torch.zeros(2, 2, dtype=M.dtype, device=M.device)
+        at = torch.tensor(inputs.places, device=M.device)
+        whole[at[:, None], at] = M
+        return Weighed(self(whole)[at], state)

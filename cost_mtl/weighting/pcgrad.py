@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ class PCGrad:
 
     scale: str = "sum"
     seed: int = 0
+
+    needs: ClassVar[str] = "gramian"
+    by_name: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.scale not in ("sum", "mean"):

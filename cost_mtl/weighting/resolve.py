@@ -5,17 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from cost_mtl.base import SolvingWeighting, State, StatefulWeighting, Weighed, WeightingInputs
 from cost_mtl.weighting import torchjd_adapter
 from cost_mtl.weighting._checks import checked_weights
-from cost_mtl.weighting.equal import EqualWeighting
-from cost_mtl.weighting.ngdiff import NGDiff
 
-__all__ = ["by_position", "needs_gramian_only", "resolve"]
+__all__ = ["goes_by_name", "needs_gramian_only", "resolve"]
 
 
 def resolve(weighting: Any) -> StatefulWeighting:
@@ -54,14 +52,13 @@ def resolve(weighting: Any) -> StatefulWeighting:
 
 
 def needs_gramian_only(weighting: StatefulWeighting) -> bool:
-    """Whether it is one of the adapters, which hand the Gramian on and nothing else."""
-    return isinstance(weighting, _Function | _Solving | torchjd_adapter.TorchJDWeighting)
+    """Whether it never looks at the gradients themselves."""
+    return getattr(weighting, "needs", "gradients") == "gramian"
 
 
-def by_position(weighting: StatefulWeighting) -> bool:
-    """Whether a setting speaks of tasks by their places, so that it means others where their order changes."""
-    inner = getattr(weighting, "function", getattr(weighting, "weighting", weighting))
-    return isinstance(inner, NGDiff) or (isinstance(inner, EqualWeighting) and inner.weights is not None)
+def goes_by_name(weighting: StatefulWeighting) -> bool:
+    """Whether its settings and its state go by task name, so that absent tasks can be left out of its inputs."""
+    return bool(getattr(weighting, "by_name", False))
 
 
 def _name(weighting: Any) -> str:
@@ -71,6 +68,7 @@ def _name(weighting: Any) -> str:
 @dataclass(frozen=True)
 class _Function:
     function: Callable[[Tensor], Tensor]
+    needs: ClassVar[str] = "gramian"
 
     def initial_state(self, num_tasks: int) -> State:
         return {}
@@ -83,6 +81,8 @@ class _Function:
 @dataclass(frozen=True)
 class _Solving:
     weighting: SolvingWeighting
+    needs: ClassVar[str] = "gramian"
+    by_name: ClassVar[bool] = True  # a solution has no memory, and tasks have no places in it
 
     def initial_state(self, num_tasks: int) -> State:
         return {}

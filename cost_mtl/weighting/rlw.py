@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -33,6 +33,9 @@ class RLW:
     distribution: Literal["normal", "dirichlet"] = "normal"
     scale: Literal["mean", "sum"] = "mean"
     seed: int = 0
+
+    needs: ClassVar[str] = "gramian"
+    by_name: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.distribution not in ("normal", "dirichlet"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -20,9 +21,11 @@ class ScaleInvariant:
     weight 0.
 
     Raises:
-        ValueError: a loss is negative (on the CPU; on a GPU, where looking would wait for the device, its weight is
-            NaN).
+        ValueError: in a step, before parameters move: a loss is negative.
     """
+
+    needs: ClassVar[str] = "gramian"
+    by_name: ClassVar[bool] = True
 
     def initial_state(self, num_tasks: int) -> State:
         return {}
@@ -30,6 +33,6 @@ class ScaleInvariant:
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
         """Weights [K] from the losses [K]."""
         losses = inputs.losses.detach()
-        check_positive(losses, "ScaleInvariant", "takes the logarithm of the losses")
-        w = torch.where(losses > 0, 1 / losses, torch.where(losses == 0, 0.0, torch.nan))
+        check_positive(losses, inputs.names, "ScaleInvariant", "takes the logarithm of the losses")
+        w = torch.where(losses > 0, 1 / losses, 0.0)
         return Weighed(w.to(inputs.gramian.device, inputs.gramian.dtype), state)

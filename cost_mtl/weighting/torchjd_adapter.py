@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,7 @@ class TorchJDWeighting:
     """
 
     weighting: nn.Module
+    needs: ClassVar[str] = "gramian"
 
     def initial_state(self, num_tasks: int) -> State:
         return {"num_tasks": num_tasks, "memory": {}} if self._stateful else {}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
+from cost_mtl.arguments import at_least
 from cost_mtl.base import State, Weighed, WeightingInputs
+from cost_mtl.weighting._checks import check_positive
 
 __all__ = ["Uncertainty"]
 
@@ -23,33 +27,47 @@ class Uncertainty(nn.Module):
 
     The published method weights the tasks' own parameters as well: ``COST(heads="weighted")``.
 
+    The sum is over the tasks that are there: a task that is absent from the batch (missing from the closure's mapping,
+    without a graph, or with a loss and a gradient of exactly zero) gives its s_i no gradient, and COST keeps s_i and
+    the base optimizer's state of it as they are. Tasks with names take the places of s in the order in which they first
+    appear (``optimizer.state_dict()["cost"]["names"]``).
+
     Args:
-        num_tasks: K.
+        num_tasks: K, of all tasks.
         log_variance: the value that every s_i starts from. 0 (default): sigma = 1, equal weights; MTAN's scripts: -0.5.
 
     Attributes:
         log_variances: the parameter s [K].
     """
 
+    needs: ClassVar[str] = "gramian"
+    by_name: ClassVar[bool] = True
+
     def __init__(self, num_tasks: int, log_variance: float = 0.0) -> None:
         super().__init__()
-        if num_tasks < 1:
-            raise ValueError(f"num_tasks must be at least 1, got {num_tasks!r}")
+        at_least("num_tasks", num_tasks, 1)
         self.log_variances = nn.Parameter(torch.full((num_tasks,), float(log_variance)))
 
     def initial_state(self, num_tasks: int) -> State:
         return {}
 
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
-        """Weights [K], and the gradient [K] of the log-variances.
+        """Weights [K] of the tasks that are there, and the gradient of all log-variances.
 
         Raises:
-            ValueError: the number of losses is not ``num_tasks``.
+            ValueError: there are more tasks than ``num_tasks`` (without names: not exactly as many); a loss is
+                negative, with which s would fall for ever.
         """
-        s = self.log_variances
-        if inputs.losses.shape != s.shape:
-            raise ValueError(f"Uncertainty was made for {len(s)} tasks, but there are {len(inputs.losses)} losses")
-        precision = torch.exp(-s.detach())
-        gradient = (1 - precision * inputs.losses.detach().to(s.device, s.dtype)) / 2
+        s, known = self.log_variances, len(inputs.known)
+        if known > len(s) or (known < len(s) and not inputs.named):
+            raise ValueError(f"num_tasks: Uncertainty was made for {len(s)} tasks, but there are {known} losses")
+        why = "takes each loss for a squared error, which has no variance to learn where it is negative"
+        check_positive(inputs.losses, inputs.names, "Uncertainty", why)
+        at = torch.tensor(inputs.places, device=s.device)
+        precision = torch.exp(-s.detach()[at])
+        gradient, absent = torch.zeros_like(s), torch.ones_like(s, dtype=torch.bool)
+        gradient[at] = (1 - precision * inputs.losses.detach().to(s.device, s.dtype)) / 2
+        absent[at] = False
         weights = (precision / 2).to(inputs.gramian.device, inputs.gramian.dtype)
-        return Weighed(weights, state, parameter_grads=((s, gradient),))
+        at_rest = ((s, absent),) if len(inputs.names) < len(s) else ()
+        return Weighed(weights, state, parameter_grads=((s, gradient),), at_rest=at_rest)

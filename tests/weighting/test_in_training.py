@@ -30,7 +30,7 @@ def test_uncertainty_is_learnt_beside_the_model():
 def learnt_beside(make_base, weighting):
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"trunk": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 1)})
-    optimizer = cost_mtl.COST(make_base(model), model, shared=model["trunk"], weighting=weighting, teleporter=None)
+    optimizer = cost_mtl.COST(make_base(model), model, shared=model, weighting=weighting, teleporter=None)
     x = torch.ones(4, 3)
 
     def losses():
@@ -56,7 +56,7 @@ def test_parameters_of_a_weighting_that_nothing_steps_are_said_once():
 def test_another_number_of_losses_is_said_where_the_step_was_called():
     optimizer, losses = learnt_beside(lambda model: torch.optim.SGD(model.parameters(), lr=0.1), DWA(1))
     optimizer.step(losses)
-    with pytest.warns(UserWarning, match="3 losses instead of 2; the weighting starts anew") as caught:
+    with pytest.warns(UserWarning, match="3 losses instead of 2; the weighting starts again") as caught:
         optimizer.step(lambda: [*losses(), losses()[0]])
     assert [warning.filename for warning in caught] == [__file__]
 
