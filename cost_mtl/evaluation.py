@@ -26,7 +26,7 @@ from cost_mtl.losses import (
     warn_about_constants,
 )
 from cost_mtl.parallel import mean_, mean_own_, union, without_reducer
-from cost_mtl.parameters import warn_about_others
+from cost_mtl.parameters import Trainable, warn_about_others
 from cost_mtl.precision import Autocast
 from cost_mtl.sharding import is_sharded, like, local, pieces_group
 from cost_mtl.shares import Share, scatter_mean_
@@ -137,6 +137,7 @@ def measure(
     own: Sequence[Tensor],
     group: Any,
     *,
+    trainable: Trainable | None = None,
     out: Tensor | None = None,
     single: bool = True,
     look_closely: bool = False,
@@ -147,6 +148,7 @@ def measure(
     Args:
         layout: the shared parameters.
         own: the other trainable parameters.
+        trainable: finds them again where the closure changes ``requires_grad``.
         out: buffer for G.
         single: with one task nothing is shared: treat all parameters as its own.
         look_closely: for the first evaluation: refuse what would go wrong silently.
@@ -163,6 +165,9 @@ def measure(
         guard, found = nullcontext(), _checked(thunks, model, params, group, look_closely=look_closely)
     with guard:
         for tasks in found:
+            changed = None if trainable is None else trainable.after(tasks, first=result is None)
+            if changed is not None:
+                layout, own = changed
             if single and len(tasks) == 1 and layout.params:
                 own, layout = [*layout.params, *own], Layout(())
             if look_closely and result is None and not any(map(is_sharded, (*layout.params, *own))):
@@ -291,11 +296,12 @@ def measure_combined(
     weights: Tensor,
     own_weights: Tensor,
     group: Any,
+    trainable: Trainable,
 ) -> Evaluation:
     """The cheap step between two solves: gradient of sum_i w_i L_i for the shared parameters and of
     sum_i own_w_i L_i for the others, in two backward passes whatever K is (tasks are not kept apart)."""
     inputs = [*layout.params, *own]
-    sums: list[Tensor | None] = [None] * len(inputs)
+    sums: list[Tensor | None] = []
     values: list[Tensor] = []
     names: tuple[str, ...] = ()
     # Scaled losses times weights above 1 (those of small gradients are in the hundreds) would overflow: the largest
@@ -307,6 +313,10 @@ def measure_combined(
     for tasks in _checked(thunks, model, inputs, group, look_closely=False):
         if len(tasks) != len(weights):
             raise ValueError(f"closure: expected {len(weights)} losses as in the step before, got {len(tasks)}")
+        changed = trainable.after(tasks, first=not values)
+        if changed is not None:
+            layout, own = changed
+        sums = sums or [None] * (len(layout.params) + len(own))
         shared_grads = combined_backward(tasks, list(shared_seeds), layout.params, retain_graph=bool(own))
         own_grads = combined_backward(tasks, list(own_seeds), own)
         for k, grad in enumerate([*shared_grads, *own_grads]):

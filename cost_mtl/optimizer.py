@@ -41,6 +41,7 @@ from cost_mtl.gradients import Layout, cosines, norms
 from cost_mtl.parallel import group_for
 from cost_mtl.parameters import (
     Shared,
+    Trainable,
     all_trainable,
     few,
     grads_aside,
@@ -58,6 +59,7 @@ from cost_mtl.teleport.replay import Moment
 from cost_mtl.teleport.site import Site, moment_of
 from cost_mtl.trajectory import HTR
 from cost_mtl.triggers import DominatedConflict, TeleportSchedule
+from cost_mtl.undo import all_or_nothing, go_back, keep, undo_on_failure, undoing, uninterrupted
 from cost_mtl.update import (
     HostRead,
     bad_tasks,
@@ -194,6 +196,7 @@ class COST(OptimizerWrapper):
 
     # ------------------------------------------------------------------------------------------ one step
 
+    @all_or_nothing
     @torch.no_grad()
     def step(self, closure: Closure | Sequence[Closure] | None = None, *batch: Any) -> Tensor:  # type: ignore[override]
         """One training step.
@@ -210,9 +213,15 @@ class COST(OptimizerWrapper):
         Raises:
             TypeError, ValueError: the closure, or what it returned, is not as described.
             FloatingPointError: a task's loss or gradient is not finite and ``on_nonfinite="raise"``.
+            Exception: whatever else is raised, from the closure, a weighting, a signal handler (Ctrl-C). Before
+                ``base.step()`` has begun, parameters, the base's and COST's state, ``requires_grad``, grad mode and
+                hooks are then as they were, and ``.grad`` is None; a teleport is taken back. Running statistics and
+                random streams are as the closure's call left them. Signals that come during ``base.step()`` wait for
+                its end.
         """
         if torch.compiler.is_compiling():
             return as_it_is(COST.step, self, closure, *batch)
+        undo_on_failure(self._as_it_was(with_grads=False))
         thunks = self._thunks(closure, batch)
         may_teleport = self._driver.allowed(self.progress) and not self._reuses_weights()
         before = moment_of(self.base, self.model) if may_teleport or self.on_nonfinite == "skip" else None
@@ -230,16 +239,19 @@ class COST(OptimizerWrapper):
                 now, M, teleport = self._teleport_in_step(self._site(thunks, batch, before), now.whole(), M)
         weighed = self._weigh(now, M)
         self._write(now, weighed)
-        self._reuse_history(now.layout)
-        scaling.step(self.scaler, self.base)
+        with uninterrupted():
+            self._reuse_history(now.layout)
+            self._step_base()
+            self._finish(now, weighed, M, losses, conflict, teleport, batch)
         self._observe(thunks, now, weighed)
-        self._finish(now, weighed, M, losses, conflict, teleport, batch)
         return losses
 
+    @all_or_nothing
     def teleport(self, closure: Closure | Sequence[Closure], *batch: Any) -> TeleportReport:
         """Teleport now, whatever trigger and schedule say. Parameters move if it is accepted; nothing else changes
         (``.grad``, buffers, random streams, the base optimizer's state, which HTR edits in the coming step). It counts
-        as an attempt in the schedule's ``cooldown`` and ``limit``. ``last_step`` stays that of the last step.
+        as an attempt in the schedule's ``cooldown`` and ``limit``. ``last_step`` stays that of the last step. What ends
+        with an exception leaves everything as it was.
 
         Raises:
             RuntimeError: no teleporter; or the closure can't be teleported on (its losses change when it is called
@@ -251,22 +263,50 @@ class COST(OptimizerWrapper):
         thunks = self._thunks(closure, batch)
         if self._driver.teleporter is None:
             raise RuntimeError("teleport: this COST has teleporter=None")
+        undo_on_failure(self._as_it_was(with_grads=True))
         before = moment_of(self.base, self.model)
-        with torch.no_grad(), grads_aside(all_trainable(self.base, self.model)):
-            try:
-                self._buffer = None  # the last step's .grad are views of it, and another optimizer may yet use them
-                now = self._evaluate(thunks, single=False)
-                M, host = host_read(now, self._group)
-                bad = bad_tasks(now, host, self._group)
-                if bad:
-                    raise FloatingPointError(complaint(now, bad, self.progress.step))
-                if not now.layout.params:
-                    raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
-                return self._site(thunks, batch, before).teleport(now.whole(), M)
-            finally:
-                before.restore()
+        with torch.no_grad(), grads_aside(all_trainable(self.base, self.model)), undoing(before.restore):
+            self._buffer = None  # the last step's .grad are views of it, and another optimizer may yet use them
+            now = self._evaluate(thunks, single=False)
+            M, host = host_read(now, self._group)
+            bad = bad_tasks(now, host, self._group)
+            if bad:
+                raise FloatingPointError(complaint(now, bad, self.progress.step))
+            if not now.layout.params:
+                raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
+            report = self._site(thunks, batch, before).teleport(now.whole(), M)
+            keep()
+        return report
 
     # ------------------------------------------------------------------------------------------ its parts
+
+    def _as_it_was(self, *, with_grads: bool) -> Callable[[], None]:
+        """What puts COST's own state and ``requires_grad`` back as they are now; ``.grad`` too, or None for all."""
+        progress, fields = self.progress, dict(vars(self.progress))
+        params = {id(p): p for p in (*self.model.parameters(), *held_by(self.base))}.values()
+        flags = [(p, p.requires_grad, p.grad if with_grads else None) for p in params]
+
+        def back() -> None:
+            vars(progress).update(fields)
+            self.progress = progress
+            for p, flag, grad in flags:
+                if p.requires_grad != flag:
+                    p.requires_grad_(flag)
+                p.grad = grad
+
+        return back
+
+    def _step_base(self) -> None:
+        """``base.step()``: what fails after a parameter has moved can't be taken back."""
+        held = held_by(self.base)
+        versions = [p._version for p in held]
+        try:
+            scaling.step(self.scaler, self.base)
+        except BaseException:
+            if versions != [p._version for p in held]:
+                keep()
+            raise
+        keep()
 
     def _thunks(self, closure: Any, batch: tuple[Any, ...]) -> list[Thunk]:
         scaling.refuse_outside(self)
@@ -302,13 +342,14 @@ class COST(OptimizerWrapper):
         return self.progress.weights is not None and self.progress.step % self.every != 0
 
     def _evaluate(self, thunks: Sequence[Thunk], *, single: bool = True) -> Evaluation:
+        trainable = Trainable(self.model, self.base, self._layout)
         layout, own = self._layout()
         weights = self.progress.weights
         if weights is not None and single and self._reuses_weights():
             own_weights = weights if self.heads == "weighted" else torch.ones_like(weights)
-            return measure_combined(thunks, self.model, layout, own, weights, own_weights, self._group)
-        now = measure(thunks, self.model, layout, own, self._group, out=self._buffer, single=single,
-                      look_closely=self.last_step is None)  # fmt: skip
+            return measure_combined(thunks, self.model, layout, own, weights, own_weights, self._group, trainable)
+        now = measure(thunks, self.model, layout, own, self._group, trainable=trainable, out=self._buffer,
+                      single=single, look_closely=self.last_step is None)  # fmt: skip
         if self._shared is None and len(now.names) > 1:
             mine = list(self.model.parameters())
             several = reached_by_several(now, mine)
@@ -332,10 +373,10 @@ class COST(OptimizerWrapper):
                 what = f"{K} losses instead of {p.num_tasks}" if p.num_tasks != K else (
                     f"the tasks {few(names)} instead of {few(p.names)}, in this order"
                 )  # fmt: skip
-                warnings.warn(f"closure: {what}; the weighting starts anew", stacklevel=6)
+                warnings.warn(f"closure: {what}; the weighting starts anew", stacklevel=7)
             elif p.num_tasks == K and sorted(p.names) == sorted(names) and by_position(self.weighting):
                 warnings.warn(f"closure: the tasks {few(names)} instead of {few(p.names)}: weights go by position",
-                              stacklevel=6)  # fmt: skip
+                              stacklevel=7)  # fmt: skip
             p.num_tasks, p.names, p.weights = K, list(names), None
             p.weighting = self.weighting.initial_state(K)
 
@@ -350,6 +391,7 @@ class COST(OptimizerWrapper):
             scaling.skip(self.scaler, self.base)
         elif self.on_nonfinite == "raise":
             raise FloatingPointError(complaint(now, bad, self.progress.step))
+        go_back()  # what the tasks of a step that is left out changed: none of it
         if before is not None and self.on_nonfinite == "skip":
             before.buffers.restore()  # running statistics would keep a NaN for good
         self.progress.step += 1
@@ -404,6 +446,8 @@ class COST(OptimizerWrapper):
         sigma, self.progress.sigma = self.progress.sigma, None
         if sigma is None:
             return
+        if sigma < 1.0:
+            undo_on_failure(trajectory.history_of(self.base, layout.params))
         if self.htr == "rollback":
             trajectory.rollback_(self.base, layout.params, sigma)
         else:
@@ -414,9 +458,8 @@ class COST(OptimizerWrapper):
         if not isinstance(self.weighting, ObservingWeighting) or not _is_weighed(now):
             return
         # The losses after the update must not count in running statistics or shift the random streams.
-        moment = moment_of(self.base, self.model)
-        values = [tasks.values for tasks in run(thunks, self.model)]
-        moment.restore()
+        with undoing(moment_of(self.base, self.model).restore):
+            values = [tasks.values for tasks in run(thunks, self.model)]
         reshard(self.model)
         losses = mean_losses(values, self._group)
         self.progress.weighting = self.weighting.observe(losses, weighed.state)
