@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -18,6 +18,7 @@ from cost_mtl.losses import TaskLosses, no_graph
 from cost_mtl.parallel import broadcast_, data_parallel, group_for, union
 from cost_mtl.parameters import held_by
 from cost_mtl.sharding import is_sharded
+from cost_mtl.undo import undoing
 
 
 def meet_(base: Optimizer, model: nn.Module, process_group: Any, *, first: bool) -> Any:
@@ -163,15 +164,20 @@ def refusing_foreign_wrappers(model: nn.Module) -> Iterator[None]:
         ValueError: in that forward pass.
     """
     known = {id(ddp) for ddp in data_parallel(model)}
+    active = [True]
 
     def look(module: nn.Module, _: Any) -> None:
-        if isinstance(module, DistributedDataParallel) and id(module) not in known:
+        if active and isinstance(module, DistributedDataParallel) and id(module) not in known:
             raise ValueError("model: the closure calls a DistributedDataParallel module that COST does not know: pass "
                              "the wrapped model, COST(base, ddp_model, ...)")  # fmt: skip
 
-    hook: Callable[..., Any] = register_module_forward_pre_hook
-    handle = hook(look)
-    try:
+    register: Callable[..., Any] = register_module_forward_pre_hook
+
+    def leave() -> None:
+        active.clear()
+        for key in [key for key, hook in _global_forward_pre_hooks.items() if hook is look]:
+            _global_forward_pre_hooks.pop(key, None)
+
+    with undoing(leave):
+        register(look)
         yield
-    finally:
-        handle.remove()

@@ -26,7 +26,7 @@ from cost_mtl.losses import (
     warn_about_constants,
 )
 from cost_mtl.parallel import mean_, mean_own_, union, without_reducer
-from cost_mtl.parameters import warn_about_others
+from cost_mtl.parameters import Trainable, warn_about_others
 from cost_mtl.precision import Autocast
 from cost_mtl.sharding import is_sharded, like, local, pieces_group
 from cost_mtl.shares import Share, scatter_mean_
@@ -158,6 +158,7 @@ def measure(
     own: Sequence[Tensor],
     group: Any,
     *,
+    trainable: Trainable | None = None,
     out: Tensor | None = None,
     single: bool = True,
     known: Iterable[str] = (),
@@ -170,6 +171,7 @@ def measure(
     Args:
         layout: the shared parameters.
         own: the other trainable parameters.
+        trainable: finds them again where the closure changes ``requires_grad``.
         out: buffer for G.
         single: with one task nothing is shared: treat all parameters as its own.
         known: tasks seen in earlier steps: one task beside them is not alone, it is the one that has labels here.
@@ -190,6 +192,9 @@ def measure(
         guard, found = nullcontext(), _checked(thunks, model, params, group, look_closely=look_closely)
     with guard:
         for tasks in found:
+            changed = None if trainable is None else trainable.after(tasks, first=not values)
+            if changed is not None:
+                layout, own = changed
             if single and layout.params and is_alone(tasks, known):
                 own, layout = [*layout.params, *own], Layout(())
             if reused is not None and not values and reused.covers(tasks.names):

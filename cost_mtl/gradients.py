@@ -9,7 +9,7 @@ All of them can be used in a training loop of one's own::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 from cost_mtl.base import Losses
 from cost_mtl.losses import TaskLosses, backward, split_losses
 from cost_mtl.sharding import is_sharded, local, pieces_group
+from cost_mtl.undo import all_or_nothing, undoing
 
 CHUNK = 1024
 """Columns per partial product of a Gramian. One float32 product over millions of columns is off by 0.3 to 0.7 % on CPU;
@@ -117,6 +118,7 @@ class TaskGradients:
     reached: set[int]
 
 
+@all_or_nothing
 def task_gradients(losses: Losses, shared: Iterable[Tensor], *, out: Tensor | None = None) -> Tensor:
     """Gradient of every loss with respect to the shared parameters.
 
@@ -171,6 +173,10 @@ def collect(
     return result
 
 
+def _no_hook(p: Tensor) -> None:
+    pass
+
+
 class Capture:
     """While active, gradients that reach ``.grad`` of the parameters are taken from there. ``.grad`` itself is empty
     meanwhile (so that autograd hands over its tensor instead of adding) and is given back at the end."""
@@ -183,17 +189,31 @@ class Capture:
         self.sharded = [p for p in self.inputs if is_sharded(p)]
         self.unscale = None if tasks.scale is None else tasks.scale.reciprocal()
 
+        self.active = False
+        self.hook: Callable[[Tensor], None] = self._take  # one object, by which it is found again
+        self.held: list[Tensor | None] = []
+
     def __enter__(self) -> Capture:
+        _refuse_frozen(self.inputs)
         self.held = [p.grad for p in self.inputs]
+        self.undoing = undoing(self._leave).__enter__()
+        self.active = True
         for p in self.inputs:
             p.grad = None
-        self.handles = [p.register_post_accumulate_grad_hook(self._take) for p in self.inputs]
+            p.register_post_accumulate_grad_hook(self.hook)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self.handles:
-            handle.remove()
+        self.undoing.close()
+        self.hook = _no_hook  # no cycle of references stays
+
+    def _leave(self) -> None:
+        self.active = False
         for p, grad in zip(self.inputs, self.held, strict=True):
+            # Not by handles: one may be missing where the registration was interrupted.
+            hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+            for key in [key for key, hook in hooks.items() if hook is self.hook]:
+                hooks.pop(key, None)
             p.grad = grad
 
     def begin(self, task: int) -> None:
@@ -221,6 +241,8 @@ class Capture:
             self._take(p)
 
     def _take(self, p: Tensor) -> None:
+        if not self.active:
+            return
         grad, p.grad = p.grad, None
         if grad is None:
             return
@@ -236,6 +258,13 @@ class Capture:
         grad = local(grad.to_dense() if grad.is_sparse else grad)
         target = self.layout.view(self.row, k)
         target.add_(grad) if self.adding else target.copy_(grad)
+
+
+def _refuse_frozen(params: Sequence[Tensor]) -> None:
+    frozen = [list(p.shape) for p in params if not p.requires_grad]
+    if frozen:
+        raise ValueError(f"shared: expected parameters with requires_grad=True, got {len(frozen)} without (shapes "
+                         f"{frozen[:5]}): they get no gradient")  # fmt: skip
 
 
 def combined_backward(

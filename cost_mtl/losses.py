@@ -151,7 +151,7 @@ def warn_about_constants(tasks: TaskLosses) -> None:
             warnings.warn(
                 f"closure: task {name!r} has no graph (requires_grad is False): nothing is learned from it, but it "
                 "counts as a task. A metric? Leave it out of what the closure returns",
-                stacklevel=7,
+                stacklevel=8,
             )
 
 
@@ -172,8 +172,14 @@ def refuse_reentrant_checkpoints(roots: Sequence[Tensor | GradientEdge | None]) 
 def other_parameters(roots: Sequence[Tensor | GradientEdge | None], known: Iterable[Tensor]) -> list[nn.Parameter]:
     """Parameters that the losses reach beside the known ones."""
     ids = {id(p) for p in known}
-    leaves = {id(leaf): leaf for leaf in (getattr(node, "variable", None) for node in _graph(roots))}
-    return [leaf for k, leaf in leaves.items() if k not in ids and isinstance(leaf, nn.Parameter)]
+    return [leaf for k, leaf in leaves(roots).items() if k not in ids and isinstance(leaf, nn.Parameter)]
+
+
+def leaves(roots: Sequence[Tensor | GradientEdge | None]) -> dict[int, Tensor]:
+    """The tensors that a backward pass from the roots ends at, by id."""
+    found = (getattr(node, "variable", None) for node in _graph(roots))
+    direct = (root for root in roots if isinstance(root, Tensor) and root.is_leaf)
+    return {id(leaf): leaf for leaf in (*direct, *found) if leaf is not None}
 
 
 def _graph(roots: Sequence[Tensor | GradientEdge | None]) -> Iterator[Node]:

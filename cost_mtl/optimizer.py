@@ -42,6 +42,7 @@ from cost_mtl.gradients import Layout, cosines, norms
 from cost_mtl.parallel import group_for
 from cost_mtl.parameters import (
     Shared,
+    Trainable,
     all_trainable,
     few,
     grads_aside,
@@ -60,6 +61,7 @@ from cost_mtl.teleport.replay import Moment
 from cost_mtl.teleport.site import Site, moment_of
 from cost_mtl.trajectory import HTR
 from cost_mtl.triggers import DominatedConflict, TeleportSchedule
+from cost_mtl.undo import all_or_nothing, go_back, keep, undo_on_failure, undoing, uninterrupted
 from cost_mtl.update import (
     HostRead,
     bad_tasks,
@@ -196,6 +198,7 @@ class COST(OptimizerWrapper):
 
     # ------------------------------------------------------------------------------------------ one step
 
+    @all_or_nothing
     @torch.no_grad()
     def step(self, closure: Closure | Sequence[Closure] | None = None, *batch: Any) -> Tensor:  # type: ignore[override]
         """One training step.
@@ -212,9 +215,15 @@ class COST(OptimizerWrapper):
         Raises:
             TypeError, ValueError: the closure, or what it returned, is not as described.
             FloatingPointError: a task's loss or gradient is not finite and ``on_nonfinite="raise"``.
+            Exception: whatever else is raised, from the closure, a weighting, a signal handler (Ctrl-C). Before
+                ``base.step()`` has begun, parameters, the base's and COST's state, ``requires_grad``, grad mode and
+                hooks are then as they were, and ``.grad`` is None; a teleport is taken back. Running statistics and
+                random streams are as the closure's call left them. Signals that come during ``base.step()`` wait for
+                its end.
         """
         if torch.compiler.is_compiling():
             return as_it_is(COST.step, self, closure, *batch)
+        undo_on_failure(self._as_it_was(with_grads=False))
         thunks = self._thunks(closure, batch)
         may_teleport = self._driver.allowed(self.progress) and not self._reuses_weights()
         before = moment_of(self.base, self.model) if may_teleport or self.on_nonfinite == "skip" else None
@@ -232,17 +241,20 @@ class COST(OptimizerWrapper):
                 now, M, teleport = self._teleport_in_step(self._site(thunks, batch, before), now.whole(), M)
         weighed = self._weigh(now, M, host)
         self._write(now, weighed)
-        self._reuse_history(now.layout)
-        with keeping_entries(self.base, weighed.at_rest):
-            scaling.step(self.scaler, self.base)
-        self._finish(now, weighed, M, losses, conflict, teleport, batch)
+        with uninterrupted():
+            self._reuse_history(now.layout)
+            with keeping_entries(self.base, weighed.at_rest):
+                self._step_base()
+            self._finish(now, weighed, M, losses, conflict, teleport, batch)
         self._observe(thunks, now, host)
         return losses
 
+    @all_or_nothing
     def teleport(self, closure: Closure | Sequence[Closure], *batch: Any) -> TeleportReport:
         """Teleport now, whatever trigger and schedule say. Parameters move if it is accepted; nothing else changes
         (``.grad``, buffers, random streams, the base optimizer's state, which HTR edits in the coming step). It counts
-        as an attempt in the schedule's ``cooldown`` and ``limit``. ``last_step`` stays that of the last step.
+        as an attempt in the schedule's ``cooldown`` and ``limit``. ``last_step`` stays that of the last step. What ends
+        with an exception leaves everything as it was.
 
         Raises:
             RuntimeError: no teleporter; or the closure can't be teleported on (its losses change when it is called
@@ -254,22 +266,50 @@ class COST(OptimizerWrapper):
         thunks = self._thunks(closure, batch)
         if self._driver.teleporter is None:
             raise RuntimeError("teleport: this COST has teleporter=None")
+        undo_on_failure(self._as_it_was(with_grads=True))
         before = moment_of(self.base, self.model)
-        with torch.no_grad(), grads_aside(all_trainable(self.base, self.model)):
-            try:
-                self._buffer = None  # the last step's .grad are views of it, and another optimizer may yet use them
-                now = self._evaluate(thunks, single=False)
-                M, host = host_read(now, self._group)
-                bad = bad_tasks(now, host, self._group)
-                if bad:
-                    raise FloatingPointError(complaint(now, bad, self.progress.step))
-                if not now.layout.params:
-                    raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
-                return self._site(thunks, batch, before).teleport(now.whole(), M)
-            finally:
-                before.restore()
+        with torch.no_grad(), grads_aside(all_trainable(self.base, self.model)), undoing(before.restore):
+            self._buffer = None  # the last step's .grad are views of it, and another optimizer may yet use them
+            now = self._evaluate(thunks, single=False)
+            M, host = host_read(now, self._group)
+            bad = bad_tasks(now, host, self._group)
+            if bad:
+                raise FloatingPointError(complaint(now, bad, self.progress.step))
+            if not now.layout.params:
+                raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
+            report = self._site(thunks, batch, before).teleport(now.whole(), M)
+            keep()
+        return report
 
     # ------------------------------------------------------------------------------------------ its parts
+
+    def _as_it_was(self, *, with_grads: bool) -> Callable[[], None]:
+        """What puts COST's own state and ``requires_grad`` back as they are now; ``.grad`` too, or None for all."""
+        progress, fields = self.progress, dict(vars(self.progress))
+        params = {id(p): p for p in (*self.model.parameters(), *held_by(self.base))}.values()
+        flags = [(p, p.requires_grad, p.grad if with_grads else None) for p in params]
+
+        def back() -> None:
+            vars(progress).update(fields)
+            self.progress = progress
+            for p, flag, grad in flags:
+                if p.requires_grad != flag:
+                    p.requires_grad_(flag)
+                p.grad = grad
+
+        return back
+
+    def _step_base(self) -> None:
+        """``base.step()``: what fails after a parameter has moved can't be taken back."""
+        held = held_by(self.base)
+        versions = [p._version for p in held]
+        try:
+            scaling.step(self.scaler, self.base)
+        except BaseException:
+            if versions != [p._version for p in held]:
+                keep()
+            raise
+        keep()
 
     def _thunks(self, closure: Any, batch: tuple[Any, ...]) -> list[Thunk]:
         scaling.refuse_outside(self)
@@ -305,13 +345,15 @@ class COST(OptimizerWrapper):
         return self.progress.weights is not None and self.progress.step % self.every != 0
 
     def _evaluate(self, thunks: Sequence[Thunk], *, single: bool = True) -> Evaluation:
+        trainable = Trainable(self.model, self.base, self._layout)
         layout, own = self._layout()
         weights = self.progress.weights
         reused = None
         if weights is not None and single and self._reuses_weights():
             reused = Reused(weights, weights if self.heads == "weighted" else dict.fromkeys(weights, 1.0))
-        now = measure(thunks, self.model, layout, own, self._group, out=self._buffer, single=single, reused=reused,
-                      known=self.progress.names, look_closely=self.last_step is None)  # fmt: skip
+        now = measure(thunks, self.model, layout, own, self._group, trainable=trainable, out=self._buffer,
+                      single=single, reused=reused, known=self.progress.names,
+                      look_closely=self.last_step is None)  # fmt: skip
         if now.weights is not None:
             return now
         if self._shared is None and len(now.names) > 1:
@@ -345,7 +387,7 @@ class COST(OptimizerWrapper):
                 what = f"{K} losses instead of {len(p.present)}" if len(p.present) != K else (
                     f"the tasks {few(names)} instead of {few(p.present)}, in this order"
                 )  # fmt: skip
-                warnings.warn(f"closure: {what}; the weighting starts again", stacklevel=6)
+                warnings.warn(f"closure: {what}; the weighting starts again", stacklevel=7)
             p.weights, p.weighting = None, self.weighting.initial_state(K)
             p.names = [*p.names, *(name for name in names if name not in p.names)] if named else list(names)
         p.num_tasks, p.present = len(p.names), list(names)
@@ -361,6 +403,7 @@ class COST(OptimizerWrapper):
             scaling.skip(self.scaler, self.base)
         elif self.on_nonfinite == "raise":
             raise FloatingPointError(complaint(now, bad, self.progress.step))
+        go_back()  # what the tasks of a step that is left out changed: none of it
         if before is not None and self.on_nonfinite == "skip":
             before.buffers.restore()  # running statistics would keep a NaN for good
         self.progress.step += 1
@@ -428,6 +471,8 @@ class COST(OptimizerWrapper):
         sigma, self.progress.sigma = self.progress.sigma, None
         if sigma is None:
             return
+        if sigma < 1.0:
+            undo_on_failure(trajectory.history_of(self.base, layout.params))
         if self.htr == "rollback":
             trajectory.rollback_(self.base, layout.params, sigma)
         else:
@@ -438,9 +483,8 @@ class COST(OptimizerWrapper):
         if not isinstance(self.weighting, ObservingWeighting) or not _is_weighed(now):
             return
         # The losses after the update must not count in running statistics or shift the random streams.
-        moment = moment_of(self.base, self.model)
-        values = [tasks.values for tasks in run(thunks, self.model)]
-        moment.restore()
+        with undoing(moment_of(self.base, self.model).restore):
+            values = [tasks.values for tasks in run(thunks, self.model)]
         reshard(self.model)
         losses = mean_losses(values, self._group)[self._rows(now, host)]
         self.progress.weighting = self.weighting.observe(losses, self.progress.weighting)

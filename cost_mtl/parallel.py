@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cost_mtl.sharding import is_sharded
+from cost_mtl.undo import undoing
 
 BUCKET = 1 << 23
 """Elements per all-reduce: 32 MiB of float32, DDP's order of magnitude, so that a backend's scratch stays small."""
@@ -153,11 +154,18 @@ def without_reducer(model: nn.Module) -> Iterator[None]:
     Raises:
         RuntimeError: DDP's ``join()`` was entered: its shadow collectives know nothing of ours.
     """
-    with ExitStack() as stack:
-        for ddp in data_parallel(model):
-            if ddp._join_config.enable:
-                raise RuntimeError("DistributedDataParallel.join() can't be combined with COST: give every process the "
-                                   "same number of batches (drop_last=True)")  # fmt: skip
+    wrapped = data_parallel(model)
+    if any(ddp._join_config.enable for ddp in wrapped):
+        raise RuntimeError("DistributedDataParallel.join() can't be combined with COST: give every process the "
+                           "same number of batches (drop_last=True)")  # fmt: skip
+    flags = [(ddp, ddp.require_backward_grad_sync, ddp.require_forward_param_sync) for ddp in wrapped]
+
+    def give_back() -> None:
+        for ddp, backward, forward in flags:
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = backward, forward
+
+    with undoing(give_back), ExitStack() as stack:
+        for ddp in wrapped:
             reset = getattr(ddp.reducer, "_reset_state", None)
             if reset is not None:
                 reset()

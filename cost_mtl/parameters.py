@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from cost_mtl.losses import TaskLosses, leaves
+from cost_mtl.undo import undoing
+
+if TYPE_CHECKING:
+    from cost_mtl.gradients import Layout
 
 Shared = nn.Module | Tensor | Iterable[nn.Module | Tensor]
 
@@ -68,6 +75,54 @@ def all_trainable(base: Optimizer, model: nn.Module) -> list[Tensor]:
     return list(every.values())
 
 
+class Trainable:
+    """Which parameters were trainable when a step began: a closure may switch ``requires_grad`` on or off.
+
+    Args:
+        model, base: the parameters are theirs.
+        choose: makes the layout of the shared parameters and the list of the others, from the flags as they are.
+    """
+
+    def __init__(self, model: nn.Module, base: Optimizer, choose: Callable[[], tuple[Layout, list[Tensor]]]) -> None:
+        self.model, self.choose = model, choose
+        self.params = list({id(p): p for p in (*model.parameters(), *held_by(base))}.values())
+        self.flags = [p.requires_grad for p in self.params]
+
+    def after(self, tasks: TaskLosses, *, first: bool) -> tuple[Layout, list[Tensor]] | None:
+        """Both after the closure was called, or None where it is unchanged. As in a loop of one's own, a parameter
+        that the closure has unfrozen is trained, and one that it has frozen before the forward pass is not.
+
+        Args:
+            first: of the micro-batches.
+
+        Raises:
+            RuntimeError: a parameter that the losses depend on was frozen: it would get no gradient, silently. Or
+                micro-batches differ.
+        """
+        flags = [p.requires_grad for p in self.params]
+        if flags == self.flags:
+            return None
+        off = {id(p): p for p, flag, before in zip(self.params, flags, self.flags, strict=True) if before and not flag}
+        reached = leaves(tasks.roots)
+        lost = [p for k, p in off.items() if k in reached]
+        if lost:
+            raise RuntimeError(
+                f"closure: it switched requires_grad off for {len(lost)} parameters that its losses depend on "
+                f"({few(names_of(self.model, lost))}), so that they would get no gradient, silently. Does it call "
+                "peft's set_adapter(), which freezes the other adapters, or requires_grad_(False)? Give the flags back "
+                "at the end of the closure, before it returns the losses: model.set_requires_grad(names, True), or "
+                "requires_grad_(True) for each. All flags are again as they were before the step"
+            )
+        if not first:
+            changed = [p for p, flag, before in zip(self.params, flags, self.flags, strict=True) if flag != before]
+            raise RuntimeError(
+                "closure: expected the same trainable parameters in every micro-batch, but it switched requires_grad "
+                f"of {few(names_of(self.model, changed))}"
+            )
+        self.flags = flags
+        return self.choose()
+
+
 def names_of(model: nn.Module, params: Sequence[Tensor]) -> list[str]:
     """Full names in the model; the shape for a parameter outside of it."""
     names = {id(p): name for name, p in model.named_parameters()}
@@ -90,13 +145,15 @@ def warn_about_shared(shared: Sequence[Tensor], base: Optimizer, model: nn.Modul
 def grads_aside(params: Iterable[Tensor]) -> Iterator[None]:
     """Context in which the parameters have no ``.grad``; afterwards they have theirs back."""
     grads = [(p, p.grad) for p in params]
-    try:
+
+    def give_back() -> None:
+        for p, grad in grads:
+            p.grad = grad
+
+    with undoing(give_back):
         for p, _ in grads:
             p.grad = None
         yield
-    finally:
-        for p, grad in grads:
-            p.grad = grad
 
 
 def warn_about_rest(shared: Sequence[Tensor], base: Optimizer, model: nn.Module) -> None:
@@ -126,7 +183,7 @@ def warn_about_left_out(model: nn.Module, several: Sequence[Tensor]) -> None:
             f"shared: several tasks reach {len(several)} parameters outside of it ({few(names_of(model, several))}), "
             "which get the plain sum of their gradients. If they belong to the shared part, name them in shared as "
             "well, or leave shared out: it is then found from the graph",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 
@@ -138,7 +195,7 @@ def warn_about_nothing_to_weigh(tasks: int, shared: Sequence[Tensor]) -> None:
         what = "no trainable parameter is reached by two of its losses (a detach() in between?): each task trains alone"
     else:
         return
-    warnings.warn(f"closure: {what}", stacklevel=6)
+    warnings.warn(f"closure: {what}", stacklevel=7)
 
 
 def warn_about_weighting(own: Sequence[Tensor], base: Optimizer) -> None:
@@ -150,7 +207,7 @@ def warn_about_weighting(own: Sequence[Tensor], base: Optimizer) -> None:
             f"weighting: {len(missing)} parameters of its own are in no param group of the base optimizer, and stay "
             "as they are unless another optimizer steps them: give them to it beside the model's, "
             "[*model.parameters(), *weighting.parameters()]",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 
@@ -162,7 +219,7 @@ def warn_about_others(others: Sequence[Tensor]) -> None:
             f"closure: the losses reach {len(others)} parameters (shapes {shapes}) that are neither in the model nor "
             "in the base optimizer: they get no .grad. If they are to be trained (learned loss weights, say), give "
             "them to the base optimizer; if not, requires_grad_(False) spares their gradients",
-            stacklevel=7,
+            stacklevel=8,
         )
 
 

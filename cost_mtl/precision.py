@@ -34,6 +34,39 @@ class Autocast:
             yield
 
 
+@dataclass(frozen=True)
+class Modes:
+    """Grad mode and autocast of this thread: what torch's own contexts leave behind where an exception from a signal
+    handler falls into their ``__exit__``."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cached: bool
+    depth: int
+
+    @classmethod
+    def capture(cls) -> Modes:
+        now = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _device_types())
+        return cls(torch.is_grad_enabled(), now, torch.is_autocast_cache_enabled(), _autocast_depth())
+
+    def restore(self) -> None:
+        torch.set_grad_enabled(self.grad)
+        for device, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.cached)
+        while _autocast_depth() > self.depth:
+            torch.autocast_decrement_nesting()
+        if self.depth == 0:
+            torch.clear_autocast_cache()
+
+
+def _autocast_depth() -> int:
+    """How many autocast contexts are on."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
 @contextmanager
 def no_autocast() -> Iterator[None]:
     """Context without autocast: backward passes belong outside of it, and products of gradients would be rounded to 8

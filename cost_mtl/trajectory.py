@@ -37,7 +37,7 @@ param groups and schedulers are never touched (``rollback_`` excepted, which is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -85,6 +85,20 @@ def sigma_for(policy: HTR, *, before: Tensor, after: Tensor, delta: Tensor, dire
 def _cosine(a: Tensor, b: Tensor) -> float:
     lengths = torch.linalg.vector_norm(a, dtype=torch.float64) * torch.linalg.vector_norm(b, dtype=torch.float64)
     return float(torch.dot(a, b.to(a.dtype)).double() / lengths) if lengths > 0 else 0.0
+
+
+def history_of(base: Optimizer, params: Sequence[Tensor]) -> Callable[[], None]:
+    """What puts the base optimizer's state of some parameters back as it is now, in place."""
+    kept = [(base.state[p], key, value, value.clone()) for p in params if p in base.state
+            for key, value in base.state[p].items() if isinstance(value, Tensor)]  # fmt: skip
+
+    def back() -> None:
+        with torch.no_grad():
+            for state, key, tensor, value in kept:
+                tensor.copy_(value)
+                state[key] = tensor
+
+    return back
 
 
 def reuse_trajectory_(

@@ -197,7 +197,7 @@ def test_a_stateful_weighting_that_fails_stops_the_step_before_anything_moves():
     with pytest.raises(ValueError, match="weighting: Stateful returned weights that are not finite"):
         optimizer.step(lambda: losses(model, x, ys))
     assert everything(model, optimizer) == before
-    assert optimizer.progress.weighting == {"calls": 0}
+    assert optimizer.progress.weighting == {}  # as before the step
 
 
 @pytest.mark.parametrize("value", [NAN, INF])

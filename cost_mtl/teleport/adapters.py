@@ -14,6 +14,7 @@ from cost_mtl.base import TeleportProblem
 from cost_mtl.gradients import Layout
 from cost_mtl.teleport.layers import Layer
 from cost_mtl.teleport.replay import RandomStreams
+from cost_mtl.undo import undoing
 
 ADAPTER = "teleport"
 IDENTITY_TOLERANCE = 1e-3
@@ -84,13 +85,15 @@ class AdapterSpace:
     def _weights_trainable(self) -> Iterator[None]:
         """PEFT has frozen the weights below its adapters."""
         frozen = [p for p in self.problem.params if not p.requires_grad]
-        try:
+
+        def freeze() -> None:
+            for p in frozen:
+                p.requires_grad_(False)
+
+        with undoing(freeze):
             for p in frozen:
                 p.requires_grad_(True)
             yield
-        finally:
-            for p in frozen:
-                p.requires_grad_(False)
 
     def metric(self, J: Tensor) -> Tensor | None:
         """From the scale of the task gradients in these coordinates: 1 / root mean square over the rows of J."""
@@ -124,14 +127,18 @@ class AdapterSpace:
     def delta(self) -> Tensor:
         """Merge, look, and take the merge back bit for bit."""
         params = self.problem.params
-        with torch.no_grad():
-            storages = [p.data for p in params]
+        storages = [p.data for p in params]
+
+        def back() -> None:
+            with torch.no_grad():
+                for p, storage, start in zip(params, storages, self.theta, strict=True):
+                    p.data = storage
+                    p.copy_(start)
+
+        with torch.no_grad(), undoing(back):
             self.tuner.merge_adapter()
             delta = Layout(params).flatten([p.detach().float() - t.float() for p, t in zip(params, self.theta)])  # noqa: B905
             self.tuner.unmerge_adapter()
-            for p, storage, start in zip(params, storages, self.theta, strict=True):
-                p.data = storage
-                p.copy_(start)
         return delta
 
 
@@ -152,7 +159,17 @@ def adapters(
     tree = _tree(layers)
     frozen = [(p, p.requires_grad, p.data) for layer in layers for p in layer.module.parameters()]
     streams = RandomStreams.capture({p.device for p, _, _ in frozen})
-    try:
+
+    def take_out() -> None:
+        for layer in layers:
+            for parent, child in layer.places:
+                parent._modules[child] = layer.module
+        for p, flag, storage in frozen:
+            p.requires_grad_(flag)
+            p.data = storage
+        streams.restore()
+
+    with undoing(take_out):
         torch.manual_seed(int(torch.randint(2**31, (), generator=problem.generator)))
         tuner = PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](tree, config, ADAPTER)
         for layer in layers:
@@ -163,14 +180,6 @@ def adapters(
             for parent, child in layer.places:
                 parent._modules[child] = wrapped
         yield AdapterSpace(problem, layers, tuner, plain_lora=plain_lora)
-    finally:
-        for layer in layers:
-            for parent, child in layer.places:
-                parent._modules[child] = layer.module
-        for p, flag, storage in frozen:
-            p.requires_grad_(flag)
-            p.data = storage
-        streams.restore()
 
 
 def _tree(layers: Sequence[Layer]) -> nn.Module:
@@ -205,15 +214,10 @@ def unfit_layers(problem: TeleportProblem, layers: Sequence[Layer], config: Any)
     """
     reasons = {layer.name: "its forward is not called" for layer in layers}
     with adapters(problem, layers, config) as space:
-        handles = [
+        # The hooks are on the adapters, and go with them: nothing to be undone.
+        for layer in layers:
             space.tuner.model.get_submodule(layer.name).register_forward_hook(_identity_check(layer, reasons))
-            for layer in layers
-        ]
-        try:
-            problem.evaluate(0)
-        finally:
-            for handle in handles:
-                handle.remove()
+        problem.evaluate(0)
     return {name: reason for name, reason in reasons.items() if reason}
 
 

@@ -16,6 +16,7 @@ from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.level_set import LevelSet
 from cost_mtl.teleport.settings import check_settings, objectives
 from cost_mtl.teleport.solver import Solver, propose
+from cost_mtl.undo import undoing
 
 
 def preconditioner(scale: Tensor | None, ratio: float = 10.0) -> Tensor | None:
@@ -60,10 +61,13 @@ class DenseSpace:
     @contextmanager
     def _displaced(self, delta: Tensor) -> Iterator[None]:
         here = self.here
-        with self.problem.at(delta if here is None else here + delta):
+
+        def back() -> None:
+            if here is not None:
+                self._put(here)
+
+        with undoing(back), self.problem.at(delta if here is None else here + delta):
             yield
-        if here is not None:
-            self._put(here)
 
     def metric(self, J: Tensor) -> Tensor | None:
         return preconditioner(self.problem.scale)

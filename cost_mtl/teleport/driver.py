@@ -124,7 +124,7 @@ class TeleportDriver:
         except REFUSALS as error:
             if type(error).__name__ not in self.said:
                 self.said.add(type(error).__name__)
-                warnings.warn(f"no teleport where this is so (said once): {error}", stacklevel=7)
+                warnings.warn(f"no teleport where this is so (said once): {error}", stacklevel=8)
             return str(error)
         except (RuntimeError, MemoryError) as error:
             if not lacks_memory(error):

@@ -18,6 +18,7 @@ from cost_mtl.losses import TaskLosses
 from cost_mtl.parallel import mean_
 from cost_mtl.teleport.curvature import curvature
 from cost_mtl.teleport.replay import Moment
+from cost_mtl.undo import undoing
 
 
 class UnrepeatableClosureError(RuntimeError):
@@ -162,21 +163,21 @@ class Problem:
         """Context in which the parameters stand at theta; afterwards they are back where they were."""
         with torch.no_grad():
             here = [p.detach().clone() for p in self.params]
-        self.reset()
-        try:
-            yield
-        finally:
+
+        def back() -> None:
             with torch.no_grad():
                 for p, value in zip(self.params, here, strict=True):
                     p.copy_(value)
 
+        with undoing(back):
+            self.reset()
+            yield
+
     @contextmanager
     def at(self, delta: Tensor) -> Iterator[None]:
-        self.place(delta)
-        try:
+        with undoing(self.reset):
+            self.place(delta)
             yield
-        finally:
-            self.reset()
 
     def place(self, delta: Tensor) -> None:
         """Put the parameters at theta + delta [m]."""

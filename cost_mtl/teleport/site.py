@@ -21,6 +21,7 @@ from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.problem import Problem
 from cost_mtl.teleport.replay import Moment
 from cost_mtl.trajectory import HTR
+from cost_mtl.undo import undoing
 
 
 def moment_of(base: Optimizer, model: nn.Module) -> Moment:
@@ -66,11 +67,8 @@ class Site:
             return now, M, "every shared parameter is in a param group with learning rate 0"
         after = moment_of(self.base, self.model)
         problem = self._problem(here, M_here)
-        try:
-            with no_autocast():
-                outcome = self.driver.run_in_step(problem, self.progress, self.htr, self.out)
-        finally:
-            after.restore()
+        with undoing(after.restore), no_autocast():
+            outcome = self.driver.run_in_step(problem, self.progress, self.htr, self.out)
         if isinstance(outcome, str):
             return now, M, outcome
         if outcome.evaluation is None or outcome.gramian is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
 from cost_mtl.teleport.snapshot import Structure
 from cost_mtl.teleport.solver import heldout_batch
+from cost_mtl.undo import undo_on_failure
 
 REPEATABLE = 1e-3
 """Largest relative difference of a loss between two evaluations at one theta under the same random streams."""
@@ -78,6 +80,7 @@ def attempt(problem: Problem, teleporter: Teleporter, out: Tensor | None = None)
     began = time.perf_counter()
     structure = Structure.capture([problem.model], [*problem.params, *problem.own])
     accepted = False
+    undo_on_failure(partial(_as_it_was, problem, structure))  # also of what comes after it in the step
     try:
         _require_repeatable(problem)
         ask: Callable[[TeleportProblem], Move] | None = teleporter.propose
@@ -99,6 +102,11 @@ def attempt(problem: Problem, teleporter: Teleporter, out: Tensor | None = None)
     if not accepted:
         return Outcome(report)
     return Outcome(report, candidate.evaluation, candidate.M, delta)
+
+
+def _as_it_was(problem: Problem, structure: Structure) -> None:
+    structure.restore()
+    problem.reset()
 
 
 def _require_repeatable(problem: Problem) -> None:
