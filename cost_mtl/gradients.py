@@ -26,6 +26,11 @@ CHUNK = 1024
 partial products of this width, summed in float64, are good to 3e-7, also for gradients that came out of bf16, whose
 roundings add up (at 8192 columns they reach 4e-6)."""
 
+NOISE, EXACT_NOISE = 3e-7, 1e-14
+"""Rounding error of the entries of a Gramian, relative to ||g_i|| ||g_j||: of :func:`gramian` for gradients in float32,
+and of :func:`exact_gramian` (and of :func:`gramian` in float64). The latter is more than float64 sums leave (1e-15):
+squares of sums of gradients that are float32 themselves, each of which has errors of 1e-7, mean nothing below it."""
+
 PRODUCTS = 2**18
 """Most entries of partial products alive at a time: 1 MB."""
 
@@ -283,13 +288,21 @@ def gramian(G: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def exact_gramian(G: Tensor) -> Tensor:
-    """M [K, K] in float64 throughout: for gradients whose squares leave the range of float32 (about 1e-19 to 1e19)."""
-    M = torch.zeros(len(G), len(G), dtype=torch.float64, device=G.device)
+    """M [K, K] in float64 throughout: for gradients whose squares leave the range of float32 (about 1e-19 to 1e19), and
+    for those that cancel so far that the digits of :func:`gramian` do not tell what is left. On G's device, or on the
+    CPU where that has no float64 (mps)."""
+    device = torch.device("cpu") if G.device.type == "mps" else G.device
+    M = torch.zeros(len(G), len(G), dtype=torch.float64, device=device)
     with torch.no_grad(), torch.autocast(G.device.type, enabled=False):
         for part in G.split(BLOCK, dim=1):
-            wide = part.double()
+            wide = part.to(device).double()
             M += wide @ wide.T
     return M
+
+
+def gramian_noise(G: Tensor) -> float:
+    """Rounding error of the entries of :func:`gramian`, relative to ||g_i|| ||g_j||."""
+    return EXACT_NOISE if G.dtype == torch.float64 else NOISE
 
 
 def norms(M: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from cost_mtl.evaluation import (
     reached_by_several,
     run,
 )
-from cost_mtl.gradients import Layout, cosines, norms
+from cost_mtl.gradients import EXACT_NOISE, Layout, cosines, gramian_noise, norms
 from cost_mtl.parallel import group_for
 from cost_mtl.parameters import (
     Shared,
@@ -65,6 +65,8 @@ from cost_mtl.update import (
     complaint,
     direction,
     host_read,
+    needs_more_digits,
+    read_exactly,
     refuse_weights,
     write_own,
     write_shared,
@@ -228,7 +230,8 @@ class COST(OptimizerWrapper):
             conflict = self._driver.conflict(host.gramian)
             if conflict:
                 now, M, teleport = self._teleport_in_step(self._site(thunks, batch, before), now.whole(), M)
-        weighed = self._weigh(now, M)
+                host = replace(host, gramian=M.cpu().double(), noise=gramian_noise(now.gradients.matrix))
+        weighed, M = self._weigh(now, M, host)
         self._write(now, weighed)
         self._reuse_history(now.layout)
         scaling.step(self.scaler, self.base)
@@ -360,15 +363,19 @@ class COST(OptimizerWrapper):
         )
         return True
 
-    def _weigh(self, now: Evaluation, M: Tensor) -> Weighed:
+    def _weigh(self, now: Evaluation, M: Tensor, host: HostRead) -> tuple[Weighed, Tensor]:
+        """The weights, on M's device, and the Gramian that they were made from."""
         K = len(now.names)
         if now.weights is not None:
-            return Weighed(now.weights, self.progress.weighting)
+            return Weighed(now.weights, self.progress.weighting), M
         if not _is_weighed(now):
-            return Weighed(torch.ones(K, dtype=M.dtype, device=M.device), self.progress.weighting)
+            return Weighed(torch.ones(K, dtype=M.dtype, device=M.device), self.progress.weighting), M
         seen = now if needs_gramian_only(self.weighting) else now.whole()
-        inputs = WeightingInputs(M, now.losses, seen.gradients.matrix, self.progress.step)
+        inputs = WeightingInputs(host.gramian, now.losses, seen.gradients.matrix, self.progress.step, host.noise)
         weighed = self.weighting.weigh(inputs, self.progress.weighting)
+        if needs_more_digits(weighed, host.noise):
+            M, exact = read_exactly(now, self._group)
+            weighed = self.weighting.weigh(replace(inputs, gramian=exact, noise=EXACT_NOISE), self.progress.weighting)
         if not isinstance(weighed, Weighed):
             raise TypeError(f"weighting: expected weigh() to return a Weighed, got {type(weighed).__name__}")
         refuse_weights(weighed.weights, self.weighting)
@@ -376,9 +383,10 @@ class COST(OptimizerWrapper):
         if weighed.parameter_grads and not self._weighting_checked:
             self._weighting_checked = True
             warn_about_weighting([p for p, _ in weighed.parameter_grads], self.base)
+        weighed = replace(weighed, weights=weighed.weights.to(M.device, M.dtype))
         if self.every > 1:
             self.progress.weights = weighed.weights
-        return weighed
+        return weighed, M
 
     def _write(self, now: Evaluation, weighed: Weighed) -> None:
         """``.grad`` of every parameter; G's first row becomes the combined direction."""

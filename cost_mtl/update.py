@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cost_mtl.base import DETERMINED
 from cost_mtl.evaluation import Evaluation
-from cost_mtl.gradients import Layout, TaskGradients, combine, exact_gramian, gramian
+from cost_mtl.gradients import EXACT_NOISE, Layout, TaskGradients, combine, exact_gramian, gramian, gramian_noise
 from cost_mtl.parallel import broadcast_, union
 from cost_mtl.sharding import like, local, sum_pieces_
 
@@ -19,11 +20,12 @@ from cost_mtl.sharding import like, local, sum_pieces_
 @dataclass(frozen=True)
 class HostRead:
     """The one host read of a step: loss values [K], M and the size of the other gradients, as float64 on the
-    CPU."""
+    CPU, and how far M's entries may be off, relative to ||g_i|| ||g_j||."""
 
     losses: Tensor
     gramian: Tensor
     own_norm: float
+    noise: float
 
 
 def host_read(now: Evaluation, group: Any = None) -> tuple[Tensor, HostRead]:
@@ -41,13 +43,27 @@ def host_read(now: Evaluation, group: Any = None) -> tuple[Tensor, HostRead]:
     sums = sum_pieces_(torch.cat([M.flatten(), size]), now.pieces)
     everything = broadcast_(torch.cat([now.losses.to(M.device, M.dtype), sums]), group)
     M, values = everything[K:-1].view_as(M).clone(), everything.cpu().double()
-    host = HostRead(values[:K], values[K:-1].view(len(G), len(G)), float(values[-1]))
+    host = HostRead(values[:K], values[K:-1].view(len(G), len(G)), float(values[-1]), gramian_noise(G))
     diagonal = host.gramian.diagonal()
     if now.layout.params and not bool((torch.isfinite(diagonal) & (diagonal > 1e-32)).all()):
         # A float32 square may have left its range while the gradient itself is fine.
-        M = broadcast_(sum_pieces_(_summed(exact_gramian(_mine(now)), now), now.pieces).to(wide), group)
-        host = replace(host, gramian=M.cpu().double())
+        M, exact = read_exactly(now, group)
+        host = replace(host, gramian=exact, noise=EXACT_NOISE)
     return M, host
+
+
+def read_exactly(now: Evaluation, group: Any = None) -> tuple[Tensor, Tensor]:
+    """M [K, K] from products in float64, on G's device, and its copy on the host; the same numbers on all processes."""
+    G = now.gradients.matrix
+    M = sum_pieces_(_summed(exact_gramian(_mine(now)), now), now.pieces)
+    M = broadcast_(M, group)
+    return M.to(G.device, torch.float32 if G.device.type == "mps" else torch.float64), M.cpu()
+
+
+def needs_more_digits(weighed: Any, noise: float) -> bool:
+    """Whether the weights depend on digits that M with this noise does not have, but an exact one would."""
+    report = getattr(weighed, "solver", None)
+    return noise > EXACT_NOISE and report is not None and report.rounding > DETERMINED
 
 
 def _mine(now: Evaluation) -> Tensor:
@@ -89,12 +105,12 @@ def complaint(now: Evaluation, bad: Sequence[int], step: int) -> str:
 
 
 def refuse_weights(weights: Tensor, weighting: Any) -> None:
-    """Refuse weights [K] that would make parameters not finite (looked at on the CPU, where it costs nothing).
+    """Refuse weights [K] that would make parameters not finite.
 
     Raises:
         ValueError: a weight is NaN or infinite.
     """
-    if weights.device.type == "cpu" and not bool(torch.isfinite(weights).all()):
+    if not bool(torch.isfinite(weights).all()):
         raise ValueError(
             f"weighting: {type(weighting).__name__} returned weights that are not finite, {weights.tolist()}, from "
             "losses and gradients that are. Parameters and optimizer state are as before"
