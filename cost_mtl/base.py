@@ -123,7 +123,7 @@ class WeightingInputs:
         gradients: G [K, m]. Read only: it is COST's buffer.
         step: steps done before this one, counted from 0; randomness is keyed on (the method's seed, step).
         noise: rounding error of M's entries, relative to ||g_i|| ||g_j||, which its dtype does not tell: from COST 3e-7
-            for gradients in float32, 1e-14 for float64. None: that of the dtype.
+            for gradients in float32 (1e-12 where M had to be computed again), 1e-14 in float64. None: the dtype's.
     """
 
     gramian: Tensor

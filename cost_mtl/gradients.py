@@ -26,10 +26,12 @@ CHUNK = 1024
 partial products of this width, summed in float64, are good to 3e-7, also for gradients that came out of bf16, whose
 roundings add up (at 8192 columns they reach 4e-6)."""
 
-NOISE, EXACT_NOISE = 3e-7, 1e-14
-"""Rounding error of the entries of a Gramian, relative to ||g_i|| ||g_j||: of :func:`gramian` for gradients in float32,
-and of :func:`exact_gramian` (and of :func:`gramian` in float64). The latter is more than float64 sums leave (1e-15):
-squares of sums of gradients that are float32 themselves, each of which has errors of 1e-7, mean nothing below it."""
+NOISE = {torch.float32: 3e-7, torch.float64: 1e-14}
+"""Rounding error of the entries of :func:`gramian`, relative to ||g_i|| ||g_j||, by the dtype of the products."""
+
+EXACT_NOISE = {torch.float32: 1e-12, torch.float64: 1e-14}
+"""The same of :func:`exact_gramian`. For gradients in float32 more than its sums leave (1e-15): the gradients have
+errors of 1e-7 to 1e-6 themselves, and the square of a sum of them means nothing below the square of that."""
 
 PRODUCTS = 2**18
 """Most entries of partial products alive at a time: 1 MB."""
@@ -300,9 +302,10 @@ def exact_gramian(G: Tensor) -> Tensor:
     return M
 
 
-def gramian_noise(G: Tensor) -> float:
-    """Rounding error of the entries of :func:`gramian`, relative to ||g_i|| ||g_j||."""
-    return EXACT_NOISE if G.dtype == torch.float64 else NOISE
+def gramian_noise(G: Tensor, *, exact: bool = False) -> float:
+    """Rounding error of the entries of :func:`gramian` or :func:`exact_gramian`, relative to ||g_i|| ||g_j||."""
+    known = EXACT_NOISE if exact else NOISE
+    return known[torch.float64 if G.dtype == torch.float64 else torch.float32]
 
 
 def norms(M: Tensor) -> Tensor:

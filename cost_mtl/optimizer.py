@@ -37,7 +37,7 @@ from cost_mtl.evaluation import (
     reached_by_several,
     run,
 )
-from cost_mtl.gradients import EXACT_NOISE, Layout, cosines, gramian_noise, norms
+from cost_mtl.gradients import Layout, cosines, gramian_noise, norms
 from cost_mtl.parallel import group_for
 from cost_mtl.parameters import (
     Shared,
@@ -371,11 +371,12 @@ class COST(OptimizerWrapper):
         if not _is_weighed(now):
             return Weighed(torch.ones(K, dtype=M.dtype, device=M.device), self.progress.weighting), M
         seen = now if needs_gramian_only(self.weighting) else now.whole()
-        inputs = WeightingInputs(host.gramian, now.losses, seen.gradients.matrix, self.progress.step, host.noise)
-        weighed = self.weighting.weigh(inputs, self.progress.weighting)
-        if needs_more_digits(weighed, host.noise):
-            M, exact = read_exactly(now, self._group)
-            weighed = self.weighting.weigh(replace(inputs, gramian=exact, noise=EXACT_NOISE), self.progress.weighting)
+        state, G = self.progress.weighting, seen.gradients.matrix
+        inputs = WeightingInputs(host.gramian, now.losses, G, self.progress.step, host.noise)
+        weighed = self.weighting.weigh(inputs, state)
+        if isinstance(weighed, Weighed) and needs_more_digits(weighed.solver, now, host):
+            M, host = read_exactly(now, host, self._group)
+            weighed = self.weighting.weigh(replace(inputs, gramian=host.gramian, noise=host.noise), state)
         if not isinstance(weighed, Weighed):
             raise TypeError(f"weighting: expected weigh() to return a Weighed, got {type(weighed).__name__}")
         refuse_weights(weighed.weights, self.weighting)

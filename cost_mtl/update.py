@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cost_mtl.base import DETERMINED
+from cost_mtl.base import DETERMINED, SolverReport
 from cost_mtl.evaluation import Evaluation
-from cost_mtl.gradients import EXACT_NOISE, Layout, TaskGradients, combine, exact_gramian, gramian, gramian_noise
+from cost_mtl.gradients import Layout, TaskGradients, combine, exact_gramian, gramian, gramian_noise
 from cost_mtl.parallel import broadcast_, union
 from cost_mtl.sharding import like, local, sum_pieces_
 
@@ -47,23 +47,23 @@ def host_read(now: Evaluation, group: Any = None) -> tuple[Tensor, HostRead]:
     diagonal = host.gramian.diagonal()
     if now.layout.params and not bool((torch.isfinite(diagonal) & (diagonal > 1e-32)).all()):
         # A float32 square may have left its range while the gradient itself is fine.
-        M, exact = read_exactly(now, group)
-        host = replace(host, gramian=exact, noise=EXACT_NOISE)
+        return read_exactly(now, host, group)
     return M, host
 
 
-def read_exactly(now: Evaluation, group: Any = None) -> tuple[Tensor, Tensor]:
-    """M [K, K] from products in float64, on G's device, and its copy on the host; the same numbers on all processes."""
+def read_exactly(now: Evaluation, host: HostRead, group: Any = None) -> tuple[Tensor, HostRead]:
+    """The same with M from products in float64: on the device, and on the host the same numbers in all processes."""
     G = now.gradients.matrix
-    M = sum_pieces_(_summed(exact_gramian(_mine(now)), now), now.pieces)
-    M = broadcast_(M, group)
-    return M.to(G.device, torch.float32 if G.device.type == "mps" else torch.float64), M.cpu()
+    exact = broadcast_(sum_pieces_(_summed(exact_gramian(_mine(now)), now), now.pieces), group)
+    M = exact.to(G.device, torch.float32 if G.device.type == "mps" else torch.float64)
+    return M, replace(host, gramian=exact.cpu(), noise=gramian_noise(G, exact=True))
 
 
-def needs_more_digits(weighed: Any, noise: float) -> bool:
-    """Whether the weights depend on digits that M with this noise does not have, but an exact one would."""
-    report = getattr(weighed, "solver", None)
-    return noise > EXACT_NOISE and report is not None and report.rounding > DETERMINED
+def needs_more_digits(report: SolverReport | None, now: Evaluation, host: HostRead) -> bool:
+    """Whether the weights depend on digits that M does not have, but an exact one would."""
+    if report is None or not report.rounding > DETERMINED:
+        return False
+    return host.noise > gramian_noise(now.gradients.matrix, exact=True)
 
 
 def _mine(now: Evaluation) -> Tensor:

@@ -130,7 +130,7 @@ def solve_fairness(problem: Problem, alpha: float) -> Answer:
     stationary = residual <= _UNSOLVED and _vanishes(A, r, v, noise, doubt)
     if stationary or not residual <= _UNSOLVED:
         ridge = _newton(add_diagonal(A, max(RIDGE, 4 * len(M) * noise) * r), r, p, iteration_limit(alpha))
-        stationary = stationary or _vanishes(A, r, ridge.v, RIDGE, _Doubt(1.0, 1.0))
+        stationary = stationary or _vanishes(A, r, ridge.v, 0.1 * RIDGE * DETERMINED, _Doubt(1.0, 1.0))
         v, used = ridge.v, used + ridge.iterations
         residual = float(abs((A @ v) / (r * v**-p) - 1).max())
     if stationary:

@@ -82,5 +82,7 @@ def _least_squares(H: Array, f: Array) -> tuple[Array, int]:
 def shared_by_twins(C: Array, a: Array, q: Array) -> Array:
     """q with equal shares for equal tasks, whose shares the conditions leave open and rounding would decide."""
     same = (C > 1 - 1e-12) & (abs(a[:, None] - a) <= 1e-12 * a)
+    first = same.argmax(1)  # rounding may make i like j and j like k, but i unlike k: groups keep the sums
+    same = first[:, None] == first
     shared: Array = (same @ q) / same.sum(1)
     return shared

@@ -61,7 +61,7 @@ class Problem:
         norms: Array = np.sqrt(M.diagonal())
         cosines: Array = M / norms[:, None] / norms
         if not _is_semidefinite(cosines):
-            shown = 2 * max(0.0, -float(np.linalg.eigvalsh(cosines)[0]))
+            shown = 1.001 * max(0.0, -float(np.linalg.eigvalsh(cosines)[0])) + 4 * len(M) * EPS
             noise = max(noise, shown)
             M, cosines = add_diagonal(M, shown * norms**2), add_diagonal(cosines, shown)
         return cls(M, noise, norms, cosines, present)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from cost_mtl.weighting._fairness import RIDGE, solve_fairness
-from cost_mtl.weighting._problem import Answer, Problem, SolvedWeighting
+from cost_mtl.weighting._problem import STATIONARY, Answer, Problem, SolvedWeighting
 from cost_mtl.weighting.mgda import min_norm
 
 __all__ = ["FairGrad"]
@@ -88,5 +88,6 @@ def _max_min(problem: Problem) -> Answer:
     """MGDA's weights over the squared norm of its direction, which is kept from vanishing as in the finite case."""
     answer = min_norm(problem)
     w = answer.weights[problem.present]
-    w = w / max(float(w @ (problem.M @ w)), RIDGE * float(problem.norms.min()) ** 2)
-    return replace(answer, weights=problem.filled(w))
+    square, least = float(w @ (problem.M @ w)), RIDGE * float(problem.norms.min()) ** 2
+    code = STATIONARY if square < least else answer.code
+    return replace(answer, weights=problem.filled(w / max(square, least)), code=code)

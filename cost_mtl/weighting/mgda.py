@@ -35,13 +35,15 @@ def min_norm(problem: Problem) -> Answer:
     found = shortest(C, a)
     weights = found.u * a
     weights /= weights.sum()
-    # No gradient gains less than the shortest vector's squared norm, so the hull of the unit ones is at least as far:
-    distance = found.square * a.min() ** 2
+    # No unit gradient gains less than this along the shortest vector, so their hull is at least as far from 0:
+    distance = max(found.square**0.5 * float(a.min()) - found.error, 0.0) ** 2
     if distance <= max(_STATIONARY_NORM, noise / DETERMINED):
         distance = hull_distance(C)
     stationary = distance <= max(_STATIONARY_NORM, noise / DETERMINED)
-    code = STATIONARY if stationary else CONVERGED if found.error < _ACCURATE else NOT_CONVERGED
-    return Answer(problem.filled(weights, 0.0), found.error, found.rounds, code, noise / max(distance, noise))
+    rounding = noise / max(distance, noise)
+    accurate = found.error < max(_ACCURATE, 4 * len(problem) * rounding)
+    code = STATIONARY if stationary else CONVERGED if accurate else NOT_CONVERGED
+    return Answer(problem.filled(weights, 0.0), found.error, found.rounds, code, rounding)
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,9 @@ class MGDA(SolvedWeighting):
 
     The weights are non-negative, sum to 1 and make ||sum_i w_i g_i|| as small as it can be. Where Sener and Koltun take
     250 Frank-Wolfe steps, whose last digits are slow, the problem is solved by an active set method, to a relative
-    duality gap below 1e-8 (usually 1e-14): the residual in the report. Status "stationary": the unit gradients can be
-    combined to zero, up to 1e-12 of their squared lengths or to what M's digits tell; the least norm is then zero, and
-    the weights are the optimum all the same.
+    duality gap below 1e-8 (usually 1e-14; more only where M's rounding errors weigh more): the residual in the report.
+    Status "stationary": the unit gradients can be combined to zero, up to 1e-12 of their squared lengths or to what M's
+    digits tell; the least norm is then zero, and the weights are the optimum all the same.
 
     A task with a zero gradient gets weight 0 and the others are solved without it (with it the least norm is 0).
 
