@@ -5,7 +5,7 @@
 
 One thread; CPU time of the process, the median over the repeats, so that other work on the machine counts little. Slow
 solvers get few repeats, and none where the last K says that one call would exceed --budget seconds ("skipped").
-Needs torchjd with its solvers: pip install torchjd ecos qpsolvers quadprog scipy.
+Needs torchjd with its solvers: pip install torchjd ecos qpsolvers quadprog scipy cvxpy.
 """
 
 # ruff: noqa: E402
@@ -18,10 +18,12 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import argparse
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -155,11 +157,11 @@ class Method:
 
 
 def gramian_weighting(weigh: Callable[[Tensor], Tensor]) -> Rival:
-    """Anything that maps a Gramian tensor to weights: torchjd's Weightings, our own slow twins."""
+    """Anything that maps a Gramian tensor to weights: torchjd's Weightings."""
     return lambda G: lambda M: weigh(torch.from_numpy(M)).numpy()
 
 
-def scipy(solve: Solver) -> Rival:
+def plain(solve: Solver) -> Rival:
     return lambda G: solve
 
 
@@ -184,7 +186,9 @@ def project(gramian: Tensor) -> Tensor:
 def methods() -> list[Method]:
     import torchjd.aggregation as jd
 
-    conic = gramian_weighting
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from tests.weighting import reference as slow  # the slow twins, by a conic solver
+
     residual, gap = "max_i |w_i^(1/alpha) (M w)_i - 1|", "shortfall of min_i g_i^T d, relative to c ||g_0|| ||g_w||"
     raw = {"rescale": 0, "scale": "raw"}
     fair = [
@@ -193,21 +197,21 @@ def methods() -> list[Method]:
             ours.FairGrad(alpha),
             {
                 "torchjd": gramian_weighting(jd.FairGradWeighting(alpha=alpha)),
-                "SciPy": scipy(scipy_fairgrad(alpha)),
-                "cvxpy": conic(ours.FairGrad(alpha, solver="cvxpy")),
+                "SciPy": plain(scipy_fairgrad(alpha)),
+                "cvxpy": plain(lambda M, alpha=alpha: slow.fairness_reference(M, alpha)),
             },
             fairness_residual(alpha),
             residual,
         )
         for alpha in (1.0, 2.0)
     ]
-    nash = {"torchjd": nash_of_torchjd, "cvxpy": conic(ours.NashMTL(solver="cvxpy"))}
+    nash = {"torchjd": nash_of_torchjd, "cvxpy": plain(lambda M: slow.fairness_reference(M, 1.0))}
     cagrad = {
         "torchjd": gramian_weighting(jd.CAGradWeighting(c=0.4)),
-        "SciPy": scipy(scipy_cagrad(0.4)),
-        "cvxpy": conic(ours.CAGrad(0.4, solver="cvxpy", **raw)),
+        "SciPy": plain(scipy_cagrad(0.4)),
+        "cvxpy": plain(lambda M: slow.cagrad_reference(M, 0.4) / len(M)),
     }
-    mgda = {"torchjd": gramian_weighting(jd.MGDAWeighting()), "cvxpy": conic(ours.MGDA(solver="cvxpy"))}
+    mgda = {"torchjd": gramian_weighting(jd.MGDAWeighting()), "cvxpy": plain(slow.min_norm_reference)}
     imtl = {"torchjd": gramian_weighting(jd.IMTLGWeighting())}
     return [
         *fair,

@@ -63,27 +63,36 @@ class Weighting(Protocol):
         ...
 
 
+DETERMINED = 1e-2
+"""Rounding errors of M may change an answer by this, relative, if it is to count as one."""
+
+
 @dataclass(frozen=True)
 class SolverReport:
-    """How a solve ended. The fields may be tensors on the device: nothing is read back until you ask.
+    """How a solve ended.
 
     Attributes:
         iterations: iterations done.
         residual: relative residual of the method's own equation (its docstring says which).
         code: index into :attr:`STATUSES`.
+        rounding: how far the rounding errors of M may have changed what the method is about (the rates g_i^T d,
+            projections, or the length of a direction), relative: 0 if the method does not say, 1 and more if M's digits
+            tell nothing. COST computes M again, in float64 throughout, where it is above :data:`DETERMINED`.
     """
 
-    STATUSES = ("converged", "stationary", "not_converged", "non_finite")
+    STATUSES = ("converged", "stationary", "not_converged")
 
-    iterations: int | Tensor
-    residual: float | Tensor
-    code: int | Tensor = 0
+    iterations: int
+    residual: float
+    code: int = 0
+    rounding: float = 0.0
 
     @property
     def status(self) -> str:
-        """``"converged"``; ``"stationary"`` (a convex combination of the task gradients vanishes, so the equation has
-        no finite solution: the documented bounded answer was returned); ``"not_converged"``; ``"non_finite"``."""
-        return self.STATUSES[int(self.code)]
+        """``"converged"``; ``"stationary"`` (a convex combination of the task gradients vanishes, as far as M's digits
+        tell, so that the equation has no finite solution or none that they determine to 1 %: the documented bounded
+        answer was returned); ``"not_converged"``."""
+        return self.STATUSES[self.code]
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,10 @@ class Solution:
 class SolvingWeighting(Weighting, Protocol):
     """A weighting that also says how its solve went; ``solve(M).weights`` is what calling it returns."""
 
-    def solve(self, gramian: Tensor, /) -> Solution: ...
+    def solve(self, gramian: Tensor, /) -> Solution:
+        """The weights and the report. A method with a second argument ``noise: float | None`` is told the precision of
+        M (see :class:`WeightingInputs`)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -106,10 +118,12 @@ class WeightingInputs:
     """All that a :class:`StatefulWeighting` may look at in one step.
 
     Attributes:
-        gramian: M [K, K].
+        gramian: M [K, K], from COST in float64 and on the host.
         losses: detached losses [K].
         gradients: G [K, m]. Read only: it is COST's buffer.
         step: steps done before this one, counted from 0; randomness is keyed on (the method's seed, step).
+        noise: rounding error of M's entries, relative to ||g_i|| ||g_j||, which its dtype does not tell: from COST 3e-7
+            for gradients in float32 (1e-12 where M had to be computed again), 1e-14 in float64. None: the dtype's.
         names: the K tasks of the rows. Default: "0", "1", ...
         known: all tasks seen so far, these among them, in the order of their first appearance. Default: names.
         named: whether the closure named its tasks (a mapping). If not, the names are places in a list.
@@ -119,6 +133,7 @@ class WeightingInputs:
     losses: Tensor
     gradients: Tensor
     step: int
+    noise: float | None = None
     names: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
     named: bool = False
@@ -139,7 +154,7 @@ class Weighed:
     """What a :class:`StatefulWeighting` returns.
 
     Attributes:
-        weights: w [K].
+        weights: w [K], on any device; COST moves them to the gradients.
         state: the state for the next call.
         direction: the combined gradient [m], for the methods that are no linear combination of the rows of G
             (GradDrop); None means G^T w.

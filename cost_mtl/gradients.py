@@ -27,6 +27,13 @@ CHUNK = 1024
 partial products of this width, summed in float64, are good to 3e-7, also for gradients that came out of bf16, whose
 roundings add up (at 8192 columns they reach 4e-6)."""
 
+NOISE = {torch.float32: 3e-7, torch.float64: 1e-14}
+"""Rounding error of the entries of :func:`gramian`, relative to ||g_i|| ||g_j||, by the dtype of the products."""
+
+EXACT_NOISE = {torch.float32: 1e-12, torch.float64: 1e-14}
+"""The same of :func:`exact_gramian`. For gradients in float32 more than its sums leave (1e-15): the gradients have
+errors of 1e-7 to 1e-6 themselves, and the square of a sum of them means nothing below the square of that."""
+
 PRODUCTS = 2**18
 """Most entries of partial products alive at a time: 1 MB."""
 
@@ -312,13 +319,22 @@ def gramian(G: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def exact_gramian(G: Tensor) -> Tensor:
-    """M [K, K] in float64 throughout: for gradients whose squares leave the range of float32 (about 1e-19 to 1e19)."""
-    M = torch.zeros(len(G), len(G), dtype=torch.float64, device=G.device)
+    """M [K, K] in float64 throughout: for gradients whose squares leave the range of float32 (about 1e-19 to 1e19), and
+    for those that cancel so far that the digits of :func:`gramian` do not tell what is left. On G's device, or on the
+    CPU where that has no float64 (mps)."""
+    device = torch.device("cpu") if G.device.type == "mps" else G.device
+    M = torch.zeros(len(G), len(G), dtype=torch.float64, device=device)
     with torch.no_grad(), torch.autocast(G.device.type, enabled=False):
         for part in G.split(BLOCK, dim=1):
-            wide = part.double()
+            wide = part.to(device).double()
             M += wide @ wide.T
     return M
+
+
+def gramian_noise(G: Tensor, *, exact: bool = False) -> float:
+    """Rounding error of the entries of :func:`gramian` or :func:`exact_gramian`, relative to ||g_i|| ||g_j||."""
+    known = EXACT_NOISE if exact else NOISE
+    return known[torch.float64 if G.dtype == torch.float64 else torch.float32]
 
 
 def norms(M: Tensor) -> Tensor:

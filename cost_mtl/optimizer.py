@@ -69,6 +69,9 @@ from cost_mtl.update import (
     complaint,
     direction,
     host_read,
+    needs_more_digits,
+    read_again,
+    read_exactly,
     refuse_weights,
     write_own,
     write_shared,
@@ -239,7 +242,8 @@ class COST(OptimizerWrapper):
             conflict = self._driver.conflict(host.gramian)
             if conflict:
                 now, M, teleport = self._teleport_in_step(self._site(thunks, batch, before), now.whole(), M)
-        weighed = self._weigh(now, M, host)
+                host = read_again(host, now, M)
+        weighed, M = self._weigh(now, M, host)
         self._write(now, weighed)
         with uninterrupted():
             self._reuse_history(now.layout)
@@ -414,38 +418,42 @@ class COST(OptimizerWrapper):
         )
         return True
 
-    def _weigh(self, now: Evaluation, M: Tensor, host: HostRead) -> Weighed:
+    def _weigh(self, now: Evaluation, M: Tensor, host: HostRead) -> tuple[Weighed, Tensor]:
+        """The weights, on M's device, and the Gramian that they were made from."""
         if now.weights is not None:
-            return Weighed(now.weights, self.progress.weighting)
+            return Weighed(now.weights, self.progress.weighting), M
         if not _is_weighed(now):
-            return Weighed(torch.ones(len(now.names), dtype=M.dtype, device=M.device), self.progress.weighting)
-        rows = self._rows(now, host)
-        weighed = weigh_present(
-            self.weighting, self._inputs(now, M, rows), self.progress.weighting, rows, len(now.names)
-        )
+            return Weighed(torch.ones(len(now.names), dtype=M.dtype, device=M.device), self.progress.weighting), M
+        rows, K, state = self._rows(now, host), len(now.names), self.progress.weighting
+        weighed = weigh_present(self.weighting, self._inputs(now, host, rows), state, rows, K)
+        if needs_more_digits(weighed.solver, now, host):
+            M, host = read_exactly(now, host, self._group)
+            weighed = weigh_present(self.weighting, self._inputs(now, host, rows), state, rows, K)
         refuse_weights(weighed.weights, self.weighting)
         self.progress.weighting = weighed.state
         if weighed.parameter_grads and not self._weighting_checked:
             self._weighting_checked = True
             warn_about_weighting([p for p, _ in weighed.parameter_grads], self.base)
+        weighed = replace(weighed, weights=weighed.weights.to(M.device, M.dtype))
         if self.every > 1:
             fresh = {now.names[i]: w for i, w in enumerate(weighed.weights.tolist()) if i in rows}
             self.progress.weights = (self.progress.weights or {}) | fresh
-        return weighed
+        return weighed, M
 
     def _rows(self, now: Evaluation, host: HostRead) -> list[int]:
         """The tasks that the weighting is told of."""
         return present_rows(now, host) if goes_by_name(self.weighting) else list(range(len(now.names)))
 
-    def _inputs(self, now: Evaluation, M: Tensor, rows: Sequence[int]) -> WeightingInputs:
+    def _inputs(self, now: Evaluation, host: HostRead, rows: Sequence[int]) -> WeightingInputs:
         """What the weighting may look at, of the given tasks."""
-        G = (now if needs_gramian_only(self.weighting) else now.whole()).gradients.matrix
-        losses, names = now.losses, now.names
+        whole = now if needs_gramian_only(self.weighting) else now.whole()
+        M, losses, G, names = host.gramian, host.losses, whole.gradients.matrix, now.names
         if len(rows) < len(names):
-            at = torch.tensor(rows, device=M.device)
-            M, losses, names = M[at][:, at], losses[at.to(losses.device)], tuple(names[i] for i in rows)
-            G = G if needs_gramian_only(self.weighting) else G[at]
-        return WeightingInputs(M, losses, G, self.progress.step, names, tuple(self.progress.names), now.named)
+            at = torch.tensor(rows, device="cpu")
+            M, losses, names = M[at][:, at], losses[at], tuple(names[i] for i in rows)
+            G = G if needs_gramian_only(self.weighting) else G[at.to(G.device)]
+        step, known = self.progress.step, tuple(self.progress.names)
+        return WeightingInputs(M, losses, G, step, host.noise, names, known, now.named)
 
     def _write(self, now: Evaluation, weighed: Weighed) -> None:
         """``.grad`` of every parameter; G's first row becomes the combined direction."""

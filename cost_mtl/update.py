@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cost_mtl.base import DETERMINED, SolverReport
 from cost_mtl.evaluation import Evaluation
-from cost_mtl.gradients import Layout, TaskGradients, combine, exact_gramian, gramian
+from cost_mtl.gradients import Layout, TaskGradients, combine, exact_gramian, gramian, gramian_noise
 from cost_mtl.parallel import broadcast_, union
 from cost_mtl.sharding import like, local, sum_pieces_
 
@@ -19,11 +20,12 @@ from cost_mtl.sharding import like, local, sum_pieces_
 @dataclass(frozen=True)
 class HostRead:
     """The one host read of a step: loss values [K], M and the size of the other gradients, as float64 on the
-    CPU."""
+    CPU, and how far M's entries may be off, relative to ||g_i|| ||g_j||."""
 
     losses: Tensor
     gramian: Tensor
     own_norm: float
+    noise: float
 
 
 def host_read(now: Evaluation, group: Any = None) -> tuple[Tensor, HostRead]:
@@ -41,13 +43,33 @@ def host_read(now: Evaluation, group: Any = None) -> tuple[Tensor, HostRead]:
     sums = sum_pieces_(torch.cat([M.flatten(), size]), now.pieces)
     everything = broadcast_(torch.cat([now.losses.to(M.device, M.dtype), sums]), group)
     M, values = everything[K:-1].view_as(M).clone(), everything.cpu().double()
-    host = HostRead(values[:K], values[K:-1].view(len(G), len(G)), float(values[-1]))
+    host = HostRead(values[:K], values[K:-1].view(len(G), len(G)), float(values[-1]), gramian_noise(G))
     diagonal = host.gramian.diagonal()
     if now.layout.params and not bool((torch.isfinite(diagonal) & (diagonal > 1e-32)).all()):
         # A float32 square may have left its range while the gradient itself is fine.
-        M = broadcast_(sum_pieces_(_summed(exact_gramian(_mine(now)), now), now.pieces).to(wide), group)
-        host = replace(host, gramian=M.cpu().double())
+        return read_exactly(now, host, group)
     return M, host
+
+
+def read_exactly(now: Evaluation, host: HostRead, group: Any = None) -> tuple[Tensor, HostRead]:
+    """The same with M from products in float64: on the device, and on the host the same numbers in all processes."""
+    G = now.gradients.matrix
+    exact = broadcast_(sum_pieces_(_summed(exact_gramian(_mine(now)), now), now.pieces), group)
+    M = exact.to(G.device, torch.float32 if G.device.type == "mps" else torch.float64)
+    return M, replace(host, gramian=exact.cpu(), noise=gramian_noise(G, exact=True))
+
+
+def needs_more_digits(report: SolverReport | None, now: Evaluation, host: HostRead) -> bool:
+    """Whether the weights depend on digits that M does not have, but an exact one would."""
+    if report is None or not report.rounding > DETERMINED:
+        return False
+    return host.noise > gramian_noise(now.gradients.matrix, exact=True)
+
+
+def read_again(host: HostRead, now: Evaluation, M: Tensor) -> HostRead:
+    """What was read, at the point that a teleport has led to."""
+    noise = gramian_noise(now.gradients.matrix)
+    return replace(host, losses=now.losses.cpu().double(), gramian=M.cpu().double(), noise=noise)
 
 
 def _mine(now: Evaluation) -> Tensor:
@@ -89,12 +111,12 @@ def complaint(now: Evaluation, bad: Sequence[int], step: int) -> str:
 
 
 def refuse_weights(weights: Tensor, weighting: Any) -> None:
-    """Refuse weights [K] that would make parameters not finite (looked at on the CPU, where it costs nothing).
+    """Refuse weights [K] that would make parameters not finite.
 
     Raises:
         ValueError: a weight is NaN or infinite.
     """
-    if weights.device.type == "cpu" and not bool(torch.isfinite(weights).all()):
+    if not bool(torch.isfinite(weights).all()):
         raise ValueError(
             f"weighting: {type(weighting).__name__} returned weights that are not finite, {weights.tolist()}, from "
             "losses and gradients that are. Parameters and optimizer state are as before"

@@ -332,7 +332,9 @@ def test_a_part_of_the_trunk_that_shared_forgets_is_named_once():
 def test_old_states_by_position_are_read_by_name():
     old = {"logits": torch.tensor([0.1, 0.2], dtype=torch.float64), "mean": torch.zeros(2), "square": torch.ones(2),
            "steps": 3, "losses": None}  # fmt: skip
-    inputs = cost_mtl.base.WeightingInputs(torch.eye(1), torch.ones(1), torch.eye(1), 3, ("b",), ("a", "b"), True)
+    inputs = cost_mtl.base.WeightingInputs(
+        torch.eye(1), torch.ones(1), torch.eye(1), 3, names=("b",), known=("a", "b"), named=True
+    )
     tasks_now = FAMO().weigh(inputs, old).state["tasks"]
     assert tasks_now["a"] == {"logit": pytest.approx(0.1), "mean": 0.0, "square": 1.0, "steps": 3}
     assert tasks_now["b"]["logit"] == pytest.approx(0.2)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["check_positive", "check_shape", "checked_weights", "host_matrix"]
+__all__ = ["as_tensor", "check_positive", "check_shape", "checked_weights", "host_matrix"]
 
 
 def check_shape(gramian: Tensor) -> None:
@@ -23,13 +23,18 @@ def check_shape(gramian: Tensor) -> None:
         raise TypeError(f"the Gramian must be of a floating-point dtype, got {gramian.dtype}")
 
 
-def host_matrix(gramian: Tensor, noise: float) -> NDArray[np.float64]:
-    """The checked Gramian as a symmetric float64 array.
+def host_matrix(gramian: Tensor) -> NDArray[np.float64]:
+    """The checked Gramian as a symmetric float64 array on the host.
+
+    A task whose squared norm is so small that the dtype has lost its digits (below about 1e-43 in float32) counts as
+    one without gradient: its row and column are 0.
 
     Raises:
-        ValueError: an entry is NaN or infinite (the tasks are named), or the matrix is no Gramian: not symmetric, a
-            negative diagonal entry, or |M_ij| > sqrt(M_ii M_jj) beyond rounding.
+        TypeError, ValueError: the argument is no floating-point tensor [K, K]; an entry is NaN or infinite (the tasks
+            are named); or the matrix is no Gramian: not symmetric, a negative diagonal entry, or |M_ij| > sqrt(M_ii
+            M_jj) beyond rounding.
     """
+    check_shape(gramian)
     M: NDArray[np.float64] = gramian.detach().to("cpu", torch.float64).numpy()
     diagonal = M.diagonal()
     if not np.isfinite(M).all():
@@ -38,19 +43,25 @@ def host_matrix(gramian: Tensor, noise: float) -> NDArray[np.float64]:
         raise ValueError(f"the Gramian is not finite (NaN or inf): look at the gradient of task(s) {tasks.tolist()}")
     if diagonal.min() < 0:
         raise ValueError(f"not a Gramian: the diagonal entry of task {int(diagonal.argmin())} is {diagonal.min():g}")
-    norms = np.sqrt(diagonal)
+    kind = torch.finfo(gramian.dtype)
+    # Of a square that underflows, the entries beside it tell more than is left of it.
+    norms = np.sqrt(diagonal + kind.tiny)
     bound = norms[:, None] * norms
-    slack = max(1e-4, 64 * noise) * bound + torch.finfo(gramian.dtype).tiny
+    slack = max(1e-4, 64 * kind.eps) * bound
     asymmetry = np.abs(M - M.T)
     excess = np.abs(M) - bound
-    if (np.maximum(asymmetry, excess) > slack).any():
-        if (asymmetry > slack).any():
-            raise ValueError("not a Gramian: the matrix is not symmetric")
+    if (asymmetry > slack).any():
+        raise ValueError("not a Gramian: the matrix is not symmetric")
+    if (excess > slack).any():
         i, j = np.unravel_index(int((excess - slack).argmax()), M.shape)
         raise ValueError(
             f"not a Gramian: |M[{i}, {j}]| = {abs(M[i, j]):g} exceeds the product of norms {bound[i, j]:g}"
         )
-    return np.asarray((M + M.T) / 2)
+    M = np.asarray((M + M.T) / 2)
+    lost = diagonal < 100 * kind.tiny * kind.eps
+    if lost.any():
+        M[lost, :] = M[:, lost] = 0
+    return M
 
 
 def checked_weights(weights: Any, gramian: Tensor, name: str) -> Tensor:
@@ -58,7 +69,7 @@ def checked_weights(weights: Any, gramian: Tensor, name: str) -> Tensor:
 
     Raises:
         TypeError: not a real tensor.
-        ValueError: not of shape [K], or (on the CPU, where looking costs nothing) not finite.
+        ValueError: not of shape [K], or not finite.
     """
     if not isinstance(weights, Tensor) or weights.is_complex():
         raise TypeError(f"{name} must return a real tensor of weights [K], got {type(weights).__name__}")
@@ -66,7 +77,7 @@ def checked_weights(weights: Any, gramian: Tensor, name: str) -> Tensor:
     if weights.shape != (num_tasks,):
         raise ValueError(f"{name} must return weights of shape [{num_tasks}], got {list(weights.shape)}")
     weights = weights.detach()
-    if weights.device.type == "cpu" and not bool(torch.isfinite(weights).all()):
+    if not bool(torch.isfinite(weights).all()):
         bad = torch.nonzero(~torch.isfinite(weights)).flatten().tolist()
         raise ValueError(f"{name} returned weights that are not finite for task(s) {bad}: {weights.tolist()}")
     checked: Tensor = weights.to(gramian.device, gramian.dtype, copy=True)
@@ -80,3 +91,13 @@ def check_positive(losses: Tensor, names: Sequence[str], who: str, why: str, whe
     if negative:
         i = negative[0]
         raise ValueError(f"{who} {why}: expected numbers >= 0,{when} got {values[i]:g} for task {names[i]!r}")
+
+
+def as_tensor(w: Tensor, like: Tensor) -> Tensor:
+    """The weights in the dtype of M and on its device. Where they leave its range, the largest and the smallest
+    positive number take their place: no weight becomes infinite, or 0 that is not."""
+    if like.dtype != torch.float64:
+        kind = torch.finfo(like.dtype)
+        w = w.clamp(-kind.max, kind.max)
+        w = torch.where(w > 0, w.clamp(min=kind.tiny * kind.eps), w)
+    return w.to(like.dtype).to(like.device)

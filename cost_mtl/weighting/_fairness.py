@@ -16,8 +16,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from cost_mtl.weighting._arrays import Array, Arrays
-from cost_mtl.weighting._problem import CONVERGED, NOT_CONVERGED, STATIONARY, Answer, Problem
+import numpy as np
+
+from cost_mtl.weighting._matrix import Array, add_diagonal
+from cost_mtl.weighting._problem import CONVERGED, DETERMINED, NOT_CONVERGED, STATIONARY, Answer, Problem
 
 __all__ = ["RIDGE", "TOLERANCE", "iteration_limit", "solve_fairness"]
 
@@ -25,12 +27,15 @@ TOLERANCE = 1e-6
 """Largest relative residual that counts as a solution. A solvable Gramian is usually solved to 1e-13."""
 
 RIDGE = 1e-6
-"""Where no solution exists, M + RIDGE * diag(M) takes the place of M: weights of at most RIDGE^(-1/(1+p)) times what
-the task alone would get. 1e-6 is above the noise of a Gramian that was summed in float32."""
+"""Where no solution exists, M + RIDGE * diag(M) takes the place of M, which bounds the weights (see FairGrad). 1e-6 is
+above the noise of a Gramian that was summed in float32."""
 
 _STATIONARY_NORM = 1e-10
 """Gradients count as stationary where a combination of the unit gradients, with coefficients of norm 1, has a squared
 norm below this: float64 leaves the equation a relative residual of about 1e-16 over it, 1e-6 here."""
+
+_ROUNDED = 1e-9
+"""Times K: the part of the terms in a rate below which a rate is rounding. A residual of 1e-6 of it is 4 K eps."""
 
 _UNSOLVED = 1e-2
 _ACCURATE = 1e-12
@@ -39,41 +44,39 @@ _SHRINK = 0.1
 
 
 def iteration_limit(alpha: float) -> int:
-    """Bound on the iterations (on the device: their number). The most that thousands of random Gramians took, with
-    norms spread over 1e12, near-opposite and duplicated tasks, K up to 100: 21 for 0.5 <= alpha <= 2, 32 for 5, 60 for
-    20."""
+    """Bound on the iterations. The most that thousands of random Gramians took, with norms spread over 1e12,
+    near-opposite and duplicated tasks, K up to 100: 21 for 0.5 <= alpha <= 2, 32 for 5, 60 for 20."""
     return 24 + 12 * math.ceil(abs(math.log2(alpha)))
 
 
 class _Iterate(NamedTuple):
     v: Array
-    residual: Array
-    iterations: Array
+    residual: float
+    iterations: int
 
 
-def _newton(arrays: Arrays, A: Array, r: Array, p: float, iterations: int) -> _Iterate:
-    """The iterate with the smallest residual max |A v / (r v^-p) - 1|."""
-    pick = arrays.pick
+def _newton(A: Array, r: Array, p: float, iterations: int) -> _Iterate:
+    """The iterate with the smallest residual max |A v - r v^-p| / (r v^-p), where the rounding of A v allows."""
     total = A.sum()
-    start = pick(total > 0, (r.sum() / arrays.at_least(total, _TINY)) ** (1 / (1 + p)), arrays.scalar(1.0))
-    v = r**0 * start  # the best multiple of 1: w^T M w = sum w^(1-p)
+    start = (r.sum() / total) ** (1 / (1 + p)) if total > 0 else 1.0
+    v = np.full(len(r), start)  # the best multiple of 1: w^T M w = sum w^(1-p)
     s = r * v**-p
     shrink_v = _SHRINK ** max(1.0, p**-0.5)
-    best = _Iterate(v, arrays.scalar(math.inf), arrays.scalar(0))
+    sizes = _ROUNDED * len(r) * abs(A)
+    best = _Iterate(v, math.inf, 0)
     for k in range(iterations + 1):
         Av, target = A @ v, r * v**-p
-        residual = abs(Av / target - 1).max()
-        better = residual < best.residual  # False for NaN
-        best = _Iterate(
-            pick(better, v, best.v),
-            pick(better, residual, best.residual),
-            pick(better, arrays.scalar(k), best.iterations),
-        )
-        if k == iterations or (arrays.on_host and _finished(best, residual, k, v, Av, r)):
+        residual = float((abs(Av - target) / np.maximum(target, sizes @ v)).max())
+        if residual < best.residual:  # False for NaN
+            best = _Iterate(v, residual, k)
+        if k == iterations or _finished(best, residual, k, v, Av, r):
             break
-        error = arrays.log(s / target)
-        dv = arrays.solver(arrays.add_diagonal(A, p * s / v))(s * (1 - error) - Av) / v
-        v, s = v * arrays.at_least(1 + dv, shrink_v), s * arrays.at_least(1 - error - p * dv, _SHRINK)
+        error = np.log(s / target)
+        try:
+            dv = np.linalg.solve(add_diagonal(A, p * s / v), s * (1 - error) - Av) / v
+        except np.linalg.LinAlgError:
+            break
+        v, s = v * np.maximum(1 + dv, shrink_v), s * np.maximum(1 - error - p * dv, _SHRINK)
     return best
 
 
@@ -82,43 +85,65 @@ def _finished(best: _Iterate, residual: float, k: int, v: Array, Av: Array, r: A
     if residual < _ACCURATE or math.isnan(residual):
         return True
     if best.residual < 1e-3:
-        return bool(best.iterations <= k - 3)
+        return best.iterations <= k - 3
     return bool(v @ Av < 0.01 * _STATIONARY_NORM * (r * v * v).sum())
+
+
+class _Doubt(NamedTuple):
+    """How far the noise of M may change the rates (A v)_i and the weights v_i, relative."""
+
+    rates: float
+    weights: float
+
+
+def _doubt(A: Array, r: Array, p: float, v: Array, noise: float) -> _Doubt:
+    root = np.sqrt(r)
+    terms = noise * root * (root @ v)  # the largest change of A v
+    rates = float((terms * v**p / r).max())
+    if rates <= DETERMINED:
+        return _Doubt(rates, rates)
+    try:
+        inverse = np.linalg.inv(add_diagonal(A, p * r * v ** (-p - 1)))
+    except np.linalg.LinAlgError:
+        return _Doubt(rates, math.inf)
+    return _Doubt(rates, float((abs(inverse) @ terms / v).max()))
 
 
 def solve_fairness(problem: Problem, alpha: float) -> Answer:
     """Weights w > 0 [K] with M w = w^(-1/alpha), for 0 < alpha < infinity.
 
-    A task whose gradient is zero gets the mean weight of the others, which are solved as if it were absent; all-zero M:
-    ones. The residual is max_i |w_i^(1/alpha) (M w)_i - 1| over the tasks with a gradient.
+    A task whose gradient is zero gets the mean weight of the others, which are solved as if it were absent. The
+    residual is max_i |w_i^(1/alpha) (M w)_i - 1| over the tasks with a gradient; where (M w)_i is smaller than 1e-9 K
+    of its terms, relative to that.
 
     Where a convex combination of the gradients vanishes, or nearly so, the equation has no finite solution, or none
     that the digits of M determine. The answer is then the solution for M + RIDGE diag(M), and the code says
     "stationary".
     """
-    arrays, M, noise = problem.arrays, problem.M, problem.noise
-    p, K = 1 / alpha, len(M)
+    M, noise, p = problem.M, problem.noise, 1 / alpha
     diagonal = M.diagonal()
-    present = diagonal > 0
-    absent = arrays.where(present, 0.0, 1.0)
-    safe = diagonal + absent
-    S = safe ** (-1 / (1 + p)) - absent
-    r = safe ** ((p - 1) / (1 + p))
-    A = arrays.add_diagonal(S[:, None] * M * S, absent)
+    S, r = diagonal ** (-1 / (1 + p)), diagonal ** ((p - 1) / (1 + p))
+    A = S[:, None] * M * S
 
-    exact = _newton(arrays, A, r, p, iteration_limit(alpha))
-    # Squared norm of the combination of unit gradients with coefficients (D w) / ||D w||, D = diag(||g_i||).
-    squared_norm = (exact.v @ (A @ exact.v)) / (r * exact.v**2).sum()
-    stationary = (squared_norm <= max(_STATIONARY_NORM, 4 * K * noise)) | (exact.residual > _UNSOLVED)
-    v, residual, used = exact
-    if not arrays.stop(stationary == False):  # noqa: E712
-        ridge = _newton(arrays, arrays.add_diagonal(A, max(RIDGE, 4 * K * noise) * r), r, p, iteration_limit(alpha))
-        v = arrays.pick(stationary, ridge.v, v)
-        residual = arrays.pick(stationary, abs((A @ v) / (r * v**-p) - 1).max(), residual)
-        used = used + arrays.where(stationary, ridge.iterations, 0)
-    converged = arrays.where(residual <= TOLERANCE, CONVERGED, NOT_CONVERGED)
-    code = arrays.where(stationary, STATIONARY, converged)
-    w = S * v
-    if not arrays.stop(present.all()):
-        w = problem.filled(w, present, 1.0)
-    return Answer(w, residual, used, code)
+    v, residual, used = _newton(A, r, p, iteration_limit(alpha))
+    doubt = _doubt(A, r, p, v, noise)
+    stationary = residual <= _UNSOLVED and _vanishes(A, r, v, noise, doubt)
+    if stationary or not residual <= _UNSOLVED:
+        ridge = _newton(add_diagonal(A, max(RIDGE, 4 * len(M) * noise) * r), r, p, iteration_limit(alpha))
+        stationary = stationary or _vanishes(A, r, ridge.v, 0.1 * RIDGE * DETERMINED, _Doubt(1.0, 1.0))
+        v, used = ridge.v, used + ridge.iterations
+        residual = float(abs((A @ v) / (r * v**-p) - 1).max())
+    if stationary:
+        code = STATIONARY
+    else:
+        code = CONVERGED if residual <= TOLERANCE and doubt.weights <= DETERMINED else NOT_CONVERGED
+    return Answer(problem.filled(S * v), residual, used, code, doubt.rates)
+
+
+def _vanishes(A: Array, r: Array, v: Array, noise: float, doubt: _Doubt) -> bool:
+    """Whether the direction is no longer than rounding leaves a sum of these gradients."""
+    u = np.sqrt(r) * v  # the coefficients of the unit gradients
+    square = float(v @ (A @ v))
+    if square <= max(_STATIONARY_NORM, 4 * len(v) * noise) * float(u @ u):
+        return True
+    return doubt.weights > DETERMINED and square <= len(v) * noise / DETERMINED * float(u.sum()) ** 2

@@ -1,7 +1,7 @@
-"""The shortcut of the interior-point method on the host: guess which q_i are positive, and correct the guess.
+"""The shortcut of the interior-point method: guess which q_i are positive, and correct the guess.
 
-For a given set of positive q_i the conditions of _interior.py are linear equations and, for the ball, a quadratic one
-for mu. Where the answer has a q_i < 0 or a y_i < 0, exactly these change sides (block principal pivoting; Portugal,
+For a given set of positive q_i the conditions of _interior.py are linear equations and a quadratic one for mu. Where
+the answer has a q_i < 0 or a y_i < 0, exactly these change sides (block principal pivoting; Portugal,
 Judice & Vicente 1994, Math. Comp. 63). That takes two or three rounds as a rule, a third of the interior-point method's
 time, but is not sure to end. If it does not, and where the cosines are so close to singular that q need not be unique,
 there is no answer here.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cost_mtl.weighting._arrays import HOST, Array
-from cost_mtl.weighting._constraint import Constraint, InteriorPoint, condition_error
+from cost_mtl.weighting._ball import InteriorPoint, condition_error, step
+from cost_mtl.weighting._matrix import Array, add_diagonal
 
 __all__ = ["pivot"]
 
@@ -23,30 +23,30 @@ _ACCURATE = 1e-12
 
 def _well_conditioned(C: Array) -> bool:
     try:
-        np.linalg.cholesky(HOST.add_diagonal(C, -_SMALLEST_EIGENVALUE))
+        np.linalg.cholesky(add_diagonal(C, -_SMALLEST_EIGENVALUE))
     except np.linalg.LinAlgError:
         return False
     return True
 
 
-def pivot(C: Array, b: Array, a: Array, constraint: Constraint) -> InteriorPoint | None:
-    """The solution, or None if pivoting does not find it. Arguments as for ``solve_interior``; NumPy arrays."""
+def pivot(C: Array, b: Array, a: Array, radius: float) -> InteriorPoint | None:
+    """The solution, or None if pivoting does not find it. Arguments as for ``solve_ball``."""
     if not _well_conditioned(C):
         return None
     inside = np.ones(len(a), dtype=bool)
     for k in range(_ROUNDS):
         solved = np.zeros((len(a), 2))
         where = inside.nonzero()[0]
-        solved[where] = np.linalg.solve(C[where[:, None], where], HOST.columns(a[where], b[where]))
+        solved[where] = np.linalg.solve(C[where[:, None], where], np.stack((a[where], b[where]), axis=1))
         u, h = solved[:, 0], solved[:, 1]
-        mu = constraint.step(-h, 0.0, u)
+        mu = step(-h, np.zeros(len(a)), u, C, radius)
         q = mu * u - h
         y = C @ q + b - mu * a
         wrong = np.where(inside, q, y) < 0
         y[inside] = 0
         if not wrong.any():
-            error = condition_error(HOST, C, b, a, q, y, mu, constraint, 0.0)
-            return InteriorPoint(q, mu, error, np.float64(k)) if error < _ACCURATE else None
+            error = condition_error(C, b, a, q, y, mu, radius)
+            return InteriorPoint(q, mu, error, k) if error < _ACCURATE else None
         inside = inside ^ wrong
         if not inside.any():
             return None

@@ -1,121 +1,110 @@
-"""From a Gramian to a solver and back: checks, dtype, device, scale and report, for every solving weighting."""
+"""From a Gramian to a solver and back: checks, precision, dtype, device, scale and report, for every solving weighting.
+
+Everything is solved on the host, in float64: these are K x K problems, and COST has read M for the host in any case.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from cost_mtl.base import Solution, SolverReport
-from cost_mtl.weighting._arrays import HOST, Array, Arrays, device_arrays
-from cost_mtl.weighting._checks import check_shape, host_matrix
+from cost_mtl.base import DETERMINED, Solution, SolverReport
+from cost_mtl.weighting._checks import as_tensor, host_matrix
+from cost_mtl.weighting._matrix import EPS, Array, add_diagonal
 from cost_mtl.weighting._rounding import round_to_float32
 
-__all__ = [
-    "CONVERGED",
-    "NOT_CONVERGED",
-    "STATIONARY",
-    "Answer",
-    "Problem",
-    "Scale",
-    "SolvedWeighting",
-    "Solver",
-    "Units",
-]
+__all__ = ["CONVERGED", "DETERMINED", "NOT_CONVERGED", "STATIONARY", "Answer", "Problem", "Scale", "SolvedWeighting"]
 
-CONVERGED, STATIONARY, NOT_CONVERGED, NON_FINITE = range(4)
+CONVERGED, STATIONARY, NOT_CONVERGED = range(3)
 """Indices into :attr:`cost_mtl.base.SolverReport.STATUSES`."""
-
-Solver = Literal["auto", "host", "device", "cvxpy"]
-"""``"auto"``: NumPy for a Gramian on the CPU, torch without any host read for one on a GPU; ``"host"`` and ``"device"``
-force one of the two; ``"cvxpy"``: the slow reference, a conic solver, for tests and for doubters."""
 
 Scale = Literal["raw", "tasks", "sum", "mean"]
 """What the solution is multiplied with: nothing; K; whatever makes the weights sum to K (comparable with the sum of the
 losses); to 1 (comparable with their mean)."""
 
-_ON_DEVICE = ("cuda", "xpu")  # the others (mps) have no float64: their Gramian is solved on the host
-
-
-class Units(NamedTuple):
-    """The gradients at unit length.
-
-    Attributes:
-        present: [K], which tasks have a gradient at all.
-        norms: [K], their norms, 1 for the others.
-        inverse: [K], 1 over the norms, 0 for the others.
-        shortest: [], the least norm of the present ones.
-        cosines: [K, K], the Gramian of the unit gradients. A task without gradient takes the place of one that is
-            orthogonal to all others, so that it leaves them alone.
-    """
-
-    present: Array
-    norms: Array
-    inverse: Array
-    shortest: Array
-    cosines: Array
-
 
 @dataclass(frozen=True)
 class Problem:
-    """A Gramian in float64 and the namespace to compute with.
+    """A Gramian of the tasks that have a gradient, its precision, and the gradients at unit length.
 
     Attributes:
-        arrays: NumPy or torch.
-        M: [K, K], symmetric, float64.
-        noise: relative rounding error of the entries that the solver was given.
+        M: [n, n], symmetric, positive semidefinite, float64; the n <= K tasks whose gradient is not zero.
+        noise: the entries may be off by this, relative to ||g_i|| ||g_j||. A combination of unit gradients with
+            coefficients that sum to 1 then has a squared norm that is off by this at most.
+        norms: [n], ||g_i||.
+        cosines: [n, n], the Gramian of the unit gradients.
+        present: [K], which tasks the n are.
     """
 
-    arrays: Arrays
     M: Array
     noise: float
+    norms: Array
+    cosines: Array
+    present: NDArray[np.bool_]
 
-    def units(self, diagonal: float = 0.0) -> Units:
-        """See :class:`Units`; ``diagonal`` is added to the cosine of each present task with itself."""
-        where, squares = self.arrays.where, self.M.diagonal()
-        present = squares > 0
-        norms = where(present, squares, 1.0) ** 0.5
-        inverse = where(present, 1 / norms, 0.0)
-        shortest = where(present, norms, norms.max()).min()
-        cosines = inverse[:, None] * self.M * inverse
-        return Units(
-            present, norms, inverse, shortest, self.arrays.add_diagonal(cosines, where(present, diagonal, 1.0))
-        )
+    @classmethod
+    def of(cls, M: Array, noise: float) -> Problem:
+        """The problem for a checked Gramian [K, K].
 
-    def ones(self) -> Array:
-        """[K]"""
-        return self.M[0] * 0 + 1
+        A negative eigenvalue of the cosines proves rounding errors of its size, whatever was said of them: it is the
+        least that ``noise`` becomes, and the diagonal is raised until M is positive semidefinite.
+        """
+        present = M.diagonal() > 0
+        if not present.all():
+            M = M[np.ix_(present, present)]
+        norms: Array = np.sqrt(M.diagonal())
+        cosines: Array = M / norms[:, None] / norms
+        if not _is_semidefinite(cosines):
+            shown = 1.001 * max(0.0, -float(np.linalg.eigvalsh(cosines)[0])) + 4 * len(M) * EPS
+            noise = max(noise, shown)
+            M, cosines = add_diagonal(M, shown * norms**2), add_diagonal(cosines, shown)
+        return cls(M, noise, norms, cosines, present)
 
-    def filled(self, w: Array, present: Array, otherwise: float) -> Array:
-        """w [K] with the mean weight of the present tasks for the absent ones, ``otherwise`` for all if none is."""
-        arrays = self.arrays
-        inside = arrays.where(present, w, 0.0)
-        count = arrays.where(present, 1.0, 0.0).sum()
-        mean = inside.sum() / arrays.at_least(count, 1.0)
-        return arrays.where(present, w, arrays.where(count > 0, mean, otherwise))
+    def __len__(self) -> int:
+        """n"""
+        return len(self.norms)
+
+    def filled(self, w: Array, absent: float | None = None) -> Array:
+        """w [K] from the weights [n] of the tasks that have a gradient; the others get ``absent``, None: the mean."""
+        if len(w) == len(self.present):
+            return w
+        filled = np.full(len(self.present), w.mean() if absent is None else absent)
+        filled[self.present] = w
+        return filled
+
+
+def _is_semidefinite(C: Array) -> bool:
+    try:
+        np.linalg.cholesky(add_diagonal(C, 4 * len(C) * EPS))
+    except np.linalg.LinAlgError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Weights [K] (float64), residual [], iterations [] and code []: the fields of the report."""
+    """Weights [K], and the fields of the report."""
 
     weights: Array
-    residual: Array
-    iterations: Array
-    code: Array
+    residual: float = 0.0
+    iterations: int = 0
+    code: int = CONVERGED
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SolvedWeighting:
-    """What the weightings that solve something share: where to solve it, and what to do with the solution.
+    """What the weightings that solve something share: what to do with the solution.
 
     Args:
         scale: what the solution is multiplied with, see :data:`Scale`.
         max_norm: bound on ||G^T w||, which is taken from the Gramian; None for none.
-        solver: where to solve, see :data:`Solver`.
 
     Raises:
         ValueError: one of them does not exist.
@@ -123,78 +112,66 @@ class SolvedWeighting:
 
     scale: Scale = "raw"
     max_norm: float | None = None
-    solver: Solver = "auto"
 
     _keeps_rates: ClassVar[bool] = False
     """Whether the method's equation is about the rates M w, which rounding w can spoil: see _rounding.py."""
+
+    _sums_to_one: ClassVar[bool] = False
+    """Whether the method's own solution is normalised, so that "raw" and "mean" are the same, and "tasks" and "sum"."""
 
     def __post_init__(self) -> None:
         if self.scale not in ("raw", "tasks", "sum", "mean"):
             raise ValueError(f'scale must be "raw", "tasks", "sum" or "mean", got {self.scale!r}')
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm must be positive, or None for no clipping, got {self.max_norm!r}")
-        if self.solver not in ("auto", "host", "device", "cvxpy"):
-            raise ValueError(f'solver must be "auto", "host", "device" or "cvxpy", got {self.solver!r}')
 
     def __call__(self, gramian: Tensor) -> Tensor:
         """Weights [K] for the Gramian [K, K], in its dtype, on its device. Raises as :meth:`solve` does."""
         return self.solve(gramian).weights
 
-    def solve(self, gramian: Tensor) -> Solution:
+    def solve(self, gramian: Tensor, *, noise: float | None = None) -> Solution:
         """Weights [K] and how the solve went.
 
+        Args:
+            gramian: M [K, K], on any device; it is copied to the host, and the weights come back to its device.
+            noise: how far its entries may be off, relative to ||g_i|| ||g_j||: a Gramian in float64 may have been
+                summed in float32. None: the precision of its dtype. In both cases never less than what M itself shows:
+                a Gramian that is not positive semidefinite is that far from the true one.
+
         Raises:
-            TypeError, ValueError: the argument is no floating-point tensor [K, K]; on the CPU also where it is not
-                finite (the task is named) or no Gramian. On a GPU nothing is read back: a Gramian that is not finite
-                gives NaN weights and the status "non_finite".
+            TypeError, ValueError: the Gramian is no floating-point tensor [K, K], not finite (the task is named) or no
+                Gramian; ``noise`` is negative or not finite.
         """
-        check_shape(gramian)
-        noise = torch.finfo(gramian.dtype).eps
-        if self.solver == "device" or (self.solver == "auto" and gramian.device.type in _ON_DEVICE):
-            return self._on_device(gramian, noise)
-        M = host_matrix(gramian, noise)
+        if noise is not None and not (math.isfinite(noise) and noise >= 0):
+            raise ValueError(f"noise: expected a finite number >= 0, or None, got {noise!r}")
+        M = host_matrix(gramian)
+        known = float(torch.finfo(gramian.dtype).eps)
         with np.errstate(all="ignore"):  # the solvers take overflow and 0/0 for what they are: a bad iterate
-            if self.solver == "cvxpy":
-                answer = Answer(self._reference(M), np.nan, 0, CONVERGED)
-            else:
-                answer = self._method(Problem(HOST, M, noise))
-            w = self._scaled(HOST, answer.weights, M)
+            problem = Problem.of(M, known if noise is None else max(noise, EPS))
+            answer = self._method(problem) if len(problem) else Answer(self._weight_of_nothing(len(M)))
+            w = self._scaled(answer.weights, problem)
             if gramian.dtype == torch.float32 and self._keeps_rates:
                 w = round_to_float32(np.minimum(w, np.finfo(np.float32).max), M)
-        report = SolverReport(int(answer.iterations), float(answer.residual), int(answer.code))
-        return Solution(_as_tensor(torch.from_numpy(np.ascontiguousarray(w)), gramian), report)
+        report = SolverReport(answer.iterations, float(answer.residual), answer.code, float(answer.rounding))
+        return Solution(as_tensor(torch.from_numpy(np.ascontiguousarray(w)), gramian), report)
 
-    def _on_device(self, gramian: Tensor, noise: float) -> Solution:
-        arrays = device_arrays(gramian.device)
-        M = gramian.detach().to(torch.float64)
-        finite = torch.isfinite(M).all()
-        M = torch.where(finite, (M + M.T) / 2, 1.0)
-        answer = self._method(Problem(arrays, M, noise))
-        w = torch.where(finite, self._scaled(arrays, answer.weights, M), torch.nan)
-        code = torch.where(finite, answer.code, NON_FINITE)
-        return Solution(_as_tensor(w, gramian), SolverReport(answer.iterations, answer.residual, code))
-
-    def _scaled(self, arrays: Arrays, w: Array, M: Array) -> Array:
+    def _scaled(self, w: Array, problem: Problem) -> Array:
         K = len(w)
-        if self.scale == "tasks":
+        if self.scale == "tasks" or (self.scale == "sum" and self._sums_to_one):
             w = w * K
-        elif self.scale != "raw":
+        elif self.scale != "raw" and not self._sums_to_one:  # the other methods' weights are positive: no sum is 0
             w = w * ((K if self.scale == "sum" else 1) / w.sum())
         if self.max_norm is not None:
-            norm = arrays.at_least(w @ (M @ w), 0.0) ** 0.5
-            w = w / arrays.at_least(norm / self.max_norm, 1.0)
+            # The largest norm that fits M's digits: near a stationary point it is all that M tells.
+            part = w[problem.present]
+            square = float(part @ (problem.M @ part)) + problem.noise * float(abs(part) @ problem.norms) ** 2
+            w = w / max(math.sqrt(max(square, 0.0)) / self.max_norm, 1.0)
         return w
 
     def _method(self, problem: Problem) -> Answer:
-        """The method's own solution, before any scaling."""
+        """The method's own solution, before any scaling: weights [K]. One task at least has a gradient."""
         raise NotImplementedError
 
-    def _reference(self, M: Array) -> Array:
-        """The same by the slow twin: [K]."""
-        raise NotImplementedError
-
-
-def _as_tensor(w: Tensor, like: Tensor) -> Tensor:
-    if like.dtype != torch.float64:
-        w = w.clamp(max=torch.finfo(like.dtype).max)
-    return w.to(like.device, like.dtype)
+    def _weight_of_nothing(self, K: int) -> Array:
+        """The weights [K] where no task has a gradient: K equal ones."""
+        return np.full(K, 1 / K if self._sums_to_one else 1.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cost_mtl.weighting._arrays import Array
+from cost_mtl.weighting._matrix import Array
 
 __all__ = ["round_to_float32"]
 
@@ -50,7 +50,7 @@ def _nearest_planes(w: Array, multiples: Array, M: Array, rates: Array) -> Array
     # What one last digit of each weight changes, relative: the rates, and the weight itself.
     A = M * digit / np.where(rates > 0, rates, np.inf)[:, None] + np.diag(digit / w)
     order = np.linalg.norm(A, axis=0).argsort()
-    R: Array = np.linalg.qr(A[:, order], mode="r")
+    R = np.asarray(np.linalg.qr(A[:, order], mode="r"))
     scale = np.where(R.diagonal() == 0, 1.0, R.diagonal())  # 0: this weight can't make up for anything
     wanted = ((w[:, None] * multiples - plain[:, None]) / digit[:, None])[order]
     steps: Array = np.zeros_like(wanted)

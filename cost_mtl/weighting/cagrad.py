@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from cost_mtl.weighting._arrays import Array, Arrays
-from cost_mtl.weighting._constraint import ABSENT, InteriorPoint, on_ball
-from cost_mtl.weighting._interior import ITERATIONS, solve_interior
-from cost_mtl.weighting._problem import CONVERGED, NOT_CONVERGED, STATIONARY, Answer, Problem, Scale, SolvedWeighting
-from cost_mtl.weighting._reference import cagrad_reference
+import numpy as np
+
+from cost_mtl.weighting._interior import InteriorPoint, solve_ball
+from cost_mtl.weighting._matrix import Array, add_diagonal
+from cost_mtl.weighting._nonnegative import hull_distance
+from cost_mtl.weighting._problem import (
+    CONVERGED,
+    DETERMINED,
+    NOT_CONVERGED,
+    STATIONARY,
+    Answer,
+    Problem,
+    Scale,
+    SolvedWeighting,
+)
 
 __all__ = ["CAGrad"]
 
@@ -45,7 +55,6 @@ class CAGrad(SolvedWeighting):
         scale: ``"tasks"`` (default): times K; ``"raw"``: the direction itself; ``"sum"``, ``"mean"``: weights that sum
             to K or 1.
         max_norm: bound on ||G^T w||, None (default) for none.
-        solver: ``"auto"``, ``"host"``, ``"device"`` or the slow reference ``"cvxpy"``.
 
     Raises:
         ValueError: a setting is out of range.
@@ -76,50 +85,44 @@ class CAGrad(SolvedWeighting):
         answer = _direction(problem, self.c)
         return replace(answer, weights=self._rescaled(answer.weights))
 
-    def _reference(self, M: Array) -> Array:
-        return self._rescaled(cagrad_reference(M, self.c) / len(M))
-
     def _rescaled(self, w: Array) -> Array:
         return w / (1.0, 1 + self.c**2, 1 + self.c)[self.rescale]
 
 
 def _direction(problem: Problem, c: float) -> Answer:
     """w with G^T w = d: 1/K + (||g_0|| / ||g_i||) q_i, where d = g_0 + ||g_0|| sum_i q_i g_i / ||g_i||."""
-    arrays, M = problem.arrays, problem.M
-    K = len(M)
+    M, norms, noise = problem.M, problem.norms, problem.noise
+    K = len(problem.present)
+    equal = np.full(K, 1 / K)
     if c == 0:
-        zero = arrays.scalar(0.0)
-        return Answer(problem.ones() / K, zero, zero, arrays.scalar(CONVERGED))
-    # Rounding must leave the unit gradients a Gramian that can be inverted.
-    unit = problem.units(diagonal=1e-15 * K)
+        return Answer(equal)
     row_sums = M.sum(0)
-    total = row_sums.sum()
+    total, terms = float(row_sums.sum()), float(norms.sum()) ** 2
     # The sum of the gradients, from entries that are rounded: below this it is noise.
-    degenerate = total <= 8 * K * problem.noise * arrays.where(unit.present, unit.norms, 0.0).sum() ** 2
-    length = arrays.where(degenerate, 1.0, total) ** 0.5
-    b = arrays.where(unit.present, row_sums * unit.inverse / length, 1.0)
-    a = arrays.where(unit.present, unit.shortest / unit.norms, ABSENT)
+    rounding = noise * terms / max(total, noise * terms)
+    if rounding > DETERMINED:
+        return Answer(equal, code=STATIONARY, rounding=rounding)
+    length = math.sqrt(total)
+    C = add_diagonal(problem.cosines, 1e-15 * K)  # rounding must leave a matrix that can be inverted
+    b, a = row_sums / norms / length, norms.min() / norms
+    stationary = c >= 1 and hull_distance(C) <= max(_STATIONARY_NORM, noise / DETERMINED)
+    point, doubt = _solve_ball(C, b, a, c, noise, stationary)
+    weights = problem.filled((1 + length / norms * point.q) / K, 1 / K)
+    # With c >= 1 the direction itself can be a sum that vanishes.
+    part = weights[problem.present]
+    square, size = float(part @ (M @ part)), float(part @ norms) ** 2
+    doubt = max(doubt, rounding, noise * size / max(square, noise * size))
+    code = STATIONARY if doubt > DETERMINED else CONVERGED if point.error < _ACCURATE else NOT_CONVERGED
+    return Answer(weights, point.error, point.iterations, code, doubt)
 
-    if arrays.stop(degenerate):
-        point = InteriorPoint(a * 0, arrays.scalar(0.0), arrays.scalar(0.0), arrays.scalar(0))
-        unique = degenerate
-    else:
-        point, unique = _solve_ball(arrays, unit.cosines, b, a, c, 4 * K * problem.noise)
-    q = arrays.where(unit.present & ~degenerate, point.q, 0.0)
-    code = arrays.where(point.error < _ACCURATE, CONVERGED, NOT_CONVERGED)
-    code = arrays.where(unique & ~degenerate, code, STATIONARY)
-    error = arrays.where(degenerate, 0.0, point.error)
-    return Answer((1 + length * unit.inverse * q) / K, error, point.iterations, code)
 
-
-def _solve_ball(arrays: Arrays, C: Array, b: Array, a: Array, c: float, noise: float) -> tuple[InteriorPoint, Array]:
-    """The multipliers, and whether they are those of C itself or of C + ridge (see the class, "stationary")."""
-    exact = solve_interior(arrays, C, b, a, on_ball(arrays, C, c), 1e-13, ITERATIONS)
-    q = exact.q
-    unique = (exact.error < _ACCURATE) & (q @ (C @ q) > max(_STATIONARY_NORM, noise) * (q @ q))
-    if arrays.stop(unique):
-        return exact, unique
-    blurred = arrays.add_diagonal(C, a * 0 + max(_RIDGE, noise))
-    other = solve_interior(arrays, blurred, b, a, on_ball(arrays, blurred, c), 1e-13, ITERATIONS)
-    picked = (arrays.pick(unique, x, y) for x, y in zip(exact, other, strict=True))
-    return InteriorPoint(*picked), unique
+def _solve_ball(C: Array, b: Array, a: Array, c: float, noise: float, stationary: bool) -> tuple[InteriorPoint, float]:
+    """The multipliers, of C itself or of C + ridge where they are not determined (see the class, "stationary"), and how
+    far rounding may change their norm, relative."""
+    if not stationary:
+        exact = solve_ball(C, b, a, c)
+        q = exact.q
+        doubt = noise * float(q.sum()) ** 2 / c**2
+        if exact.error < _ACCURATE and doubt <= DETERMINED and c**2 > _STATIONARY_NORM * float(q @ q):
+            return exact, doubt
+    return solve_ball(add_diagonal(C, max(_RIDGE, 4 * len(C) * noise)), b, a, c), 1.0

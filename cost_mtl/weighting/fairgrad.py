@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from cost_mtl.weighting._arrays import Array
+import numpy as np
+
 from cost_mtl.weighting._fairness import RIDGE, solve_fairness
-from cost_mtl.weighting._problem import CONVERGED, Answer, Problem, SolvedWeighting
-from cost_mtl.weighting._reference import fairness_reference, min_norm_reference
+from cost_mtl.weighting._problem import STATIONARY, Answer, Problem, SolvedWeighting
 from cost_mtl.weighting.mgda import min_norm
 
 __all__ = ["FairGrad"]
@@ -52,7 +52,6 @@ class FairGrad(SolvedWeighting):
             to K or to 1.
         max_norm: bound on ||G^T w||, applied after ``scale``; None (default) for none. It is the clipping of the shared
             gradient that the authors' scripts do, taken from the Gramian.
-        solver: ``"auto"``, ``"host"``, ``"device"`` or the slow reference ``"cvxpy"``.
 
     Raises:
         ValueError: a setting is out of range.
@@ -81,23 +80,14 @@ class FairGrad(SolvedWeighting):
 
     def _method(self, problem: Problem) -> Answer:
         if self.alpha == 0:
-            zero = problem.arrays.scalar(0.0)
-            return Answer(problem.ones(), zero, zero, problem.arrays.scalar(CONVERGED))
+            return Answer(np.ones(len(problem.present)))
         return _max_min(problem) if self.alpha == math.inf else solve_fairness(problem, self.alpha)
-
-    def _reference(self, M: Array) -> Array:
-        if self.alpha == 0:
-            return M[0] * 0 + 1
-        if self.alpha == math.inf:
-            w = min_norm_reference(M)
-            return w / (w @ M @ w)
-        return fairness_reference(M, self.alpha)
 
 
 def _max_min(problem: Problem) -> Answer:
     """MGDA's weights over the squared norm of its direction, which is kept from vanishing as in the finite case."""
-    arrays, M = problem.arrays, problem.M
-    answer, unit = min_norm(problem), problem.units()
-    w = answer.weights
-    w = w / arrays.at_least(w @ (M @ w), RIDGE * unit.shortest**2)
-    return replace(answer, weights=problem.filled(w, unit.present, 1.0))
+    answer = min_norm(problem)
+    w = answer.weights[problem.present]
+    square, least = float(w @ (problem.M @ w)), RIDGE * float(problem.norms.min()) ** 2
+    code = STATIONARY if square < least else answer.code
+    return replace(answer, weights=problem.filled(w / max(square, least)), code=code)

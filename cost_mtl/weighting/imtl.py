@@ -3,53 +3,62 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from cost_mtl.weighting._arrays import Array
-from cost_mtl.weighting._problem import CONVERGED, STATIONARY, Answer, Problem, SolvedWeighting
-from cost_mtl.weighting._reference import equal_projections_reference
+import numpy as np
+
+from cost_mtl.weighting._matrix import add_diagonal
+from cost_mtl.weighting._problem import CONVERGED, DETERMINED, STATIONARY, Answer, Problem, SolvedWeighting
 
 __all__ = ["IMTLG"]
 
 _RIDGE = 1e-8
 _ACCURATE = 1e-6
+_VANISHING = 1e-10
 
 
 @dataclass(frozen=True)
 class IMTLG(SolvedWeighting):
     """IMTL-G (Liu et al., "Towards Impartial Multi-task Learning", ICLR 2021): g_i^T d / ||g_i|| is the same for all i.
 
-    With C the matrix of cosines and w_i = v_i / ||g_i||, that is C v = const; the weights sum to 1, as in the paper,
-    and can be negative. Where C is singular but the equation solvable (duplicated tasks), the v of least norm is taken.
-    Status "stationary": no direction has equal projections other than zero; the weights are finite, sum to 1, and mean
-    little. The residual is max |C v - 1|. A task with a zero gradient gets the mean weight of the others, which are
-    solved as if it were absent; all-zero M: 1/K each.
+    With C the matrix of cosines and w_i = v_i / ||g_i||, that is C v = 1, divided by |sum w|: the weights can be
+    negative. Where C is singular but the equation solvable (duplicated tasks), the v of least norm is taken.
+
+    Differs from the paper, which divides by the sum itself. Where that is negative, although no two tasks need be in
+    conflict, the paper's direction raises every loss; here d = G^T w has a positive projection on every gradient, and
+    the weights sum to -1 instead of 1.
+
+    Status "stationary": no direction has equal projections other than zero, or none that M's digits determine to 1 %,
+    or the weights cancel in their sum (below 1e-10 of the sum of their sizes, which then takes its place). The weights
+    are finite, of sizes that sum to 1 at least, and mean little.
+
+    The residual is max |C v - 1|. A task with a zero gradient gets 1/K, and the others, which are solved as if it were
+    absent, share what it leaves of the 1 (or -1).
 
     Args:
-        scale: ``"raw"`` or ``"mean"`` (default ``"raw"``): sum 1; ``"sum"``, ``"tasks"``: sum K.
+        scale: ``"raw"`` or ``"mean"`` (default ``"raw"``): as above; ``"sum"``, ``"tasks"``: times K.
         max_norm: bound on ||G^T w||, None for none.
-        solver: ``"auto"``, ``"host"`` or ``"device"``; ``"cvxpy"`` stands for a pseudo-inverse here.
     """
+
+    _sums_to_one: ClassVar[bool] = True
 
     def _method(self, problem: Problem) -> Answer:
         return _equal_projections(problem)
 
-    def _reference(self, M: Array) -> Array:
-        return equal_projections_reference(M)
-
 
 def _equal_projections(problem: Problem) -> Answer:
-    arrays, K = problem.arrays, len(problem.M)
-    unit, ones = problem.units(), problem.ones()
-    C, ridge = unit.cosines, max(_RIDGE, 4 * K * problem.noise)
-    regularised = arrays.solver(arrays.add_diagonal(C, ridge * ones))
-    v = regularised(ones)
+    C, norms, noise, n = problem.cosines, problem.norms, problem.noise, len(problem)
+    regularised = add_diagonal(C, max(_RIDGE, 4 * n * noise))
+    v = np.linalg.solve(regularised, np.ones(n))
     for _ in range(3):  # refinement: the ridge's error shrinks by ridge / eigenvalue, null directions stay out
-        v = v + regularised(ones - C @ v)
-    w = unit.inverse * v
-    residual: Array = abs(C @ v - 1).max()
+        v = v + np.linalg.solve(regularised, 1 - C @ v)
+    residual = float(abs(C @ v - 1).max())
+    rounding = noise * float(abs(v).sum())  # the largest change of a projection, of 1
+    w = v * (norms.min() / norms)
     # The sum can vanish without any of the weights doing so; the sum of their sizes cannot.
-    total, size = w.sum(), abs(w).sum()
-    vanishing = abs(total) <= 1e-10 * size
-    w = w / arrays.where(vanishing, arrays.where(size > 0, size, 1.0), total)
-    code = arrays.where(vanishing | (residual > _ACCURATE), STATIONARY, CONVERGED)
-    return Answer(problem.filled(w, unit.present, 1 / K), residual, arrays.scalar(0), code)
+    total, size = abs(w.sum()), abs(w).sum()
+    vanishing = total <= max(_VANISHING, noise) * size
+    K = len(problem.present)
+    weights = problem.filled(w / (size if vanishing else total) * (n / K), 1 / K)
+    solved = residual <= max(_ACCURATE, n * noise) and rounding <= DETERMINED and not vanishing
+    return Answer(weights, residual, 0, CONVERGED if solved else STATIONARY, rounding)

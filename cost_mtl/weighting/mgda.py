@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from cost_mtl.weighting._arrays import Array
-from cost_mtl.weighting._constraint import ABSENT, on_plane
-from cost_mtl.weighting._interior import ITERATIONS, solve_interior
-from cost_mtl.weighting._problem import CONVERGED, NOT_CONVERGED, STATIONARY, Answer, Problem, SolvedWeighting
-from cost_mtl.weighting._reference import min_norm_reference
+from cost_mtl.weighting._nonnegative import hull_distance, shortest
+from cost_mtl.weighting._problem import (
+    CONVERGED,
+    DETERMINED,
+    NOT_CONVERGED,
+    STATIONARY,
+    Answer,
+    Problem,
+    SolvedWeighting,
+)
 
 __all__ = ["MGDA", "min_norm"]
 
 _STATIONARY_NORM = 1e-12
-"""Unit gradients that combine, with coefficients of norm 1, to a squared norm below this are stationary."""
+"""Unit gradients whose convex hull has a squared distance from 0 below this are stationary."""
 
 _ACCURATE = 1e-8
 
@@ -21,19 +27,23 @@ _ACCURATE = 1e-8
 def min_norm(problem: Problem) -> Answer:
     """lambda >= 0, sum lambda = 1, of least ||sum lambda_i g_i||, over the tasks whose gradient is not zero.
 
-    Tasks with a zero gradient get 0 (with them the least norm is always 0, and tells nothing); if all are zero, each
-    gets 1/K. The residual is the relative duality gap.
+    Tasks with a zero gradient get 0 (with them the least norm is always 0, and tells nothing). The residual is the
+    relative duality gap.
     """
-    arrays, K, noise = problem.arrays, len(problem.M), problem.noise
-    unit = problem.units(diagonal=4 * K * noise)
-    present, C = unit.present, unit.cosines
-    a = arrays.where(present, unit.shortest / unit.norms, ABSENT)
-    point = solve_interior(arrays, C, a * 0, a, on_plane(arrays, a), 1e-13, ITERATIONS)
-    weights = arrays.where(present, point.q * a, 0.0)
-    weights = arrays.where(present.any(), weights / weights.sum(), 1 / K)
-    stationary = point.q @ (C @ point.q) < max(_STATIONARY_NORM, 16 * K * noise) * (point.q @ point.q)
-    converged = arrays.where(point.error < _ACCURATE, CONVERGED, NOT_CONVERGED)
-    return Answer(weights, point.error, point.iterations, arrays.where(stationary, STATIONARY, converged))
+    C, norms, noise = problem.cosines, problem.norms, problem.noise
+    a = norms.min() / norms
+    found = shortest(C, a)
+    weights = found.u * a
+    weights /= weights.sum()
+    # No unit gradient gains less than this along the shortest vector, so their hull is at least as far from 0:
+    distance = max(found.square**0.5 * float(a.min()) - found.error, 0.0) ** 2
+    if distance <= max(_STATIONARY_NORM, noise / DETERMINED):
+        distance = hull_distance(C)
+    stationary = distance <= max(_STATIONARY_NORM, noise / DETERMINED)
+    rounding = noise / max(distance, noise)
+    accurate = found.error < max(_ACCURATE, 4 * len(problem) * rounding)
+    code = STATIONARY if stationary else CONVERGED if accurate else NOT_CONVERGED
+    return Answer(problem.filled(weights, 0.0), found.error, found.rounds, code, rounding)
 
 
 @dataclass(frozen=True)
@@ -41,19 +51,19 @@ class MGDA(SolvedWeighting):
     """The multiple-gradient descent algorithm (Desideri 2012; Sener & Koltun, NeurIPS 2018, arXiv 1810.04650, Eqn 3).
 
     The weights are non-negative, sum to 1 and make ||sum_i w_i g_i|| as small as it can be. Where Sener and Koltun take
-    250 Frank-Wolfe steps, whose last digits are slow, the problem is solved to a relative duality gap below 1e-8
-    (usually 1e-13): the residual in the report. Status "stationary": the least norm is zero, the optimum all the same.
+    250 Frank-Wolfe steps, whose last digits are slow, the problem is solved by an active set method, to a relative
+    duality gap below 1e-8 (usually 1e-14; more only where M's rounding errors weigh more): the residual in the report.
+    Status "stationary": the unit gradients can be combined to zero, up to 1e-12 of their squared lengths or to what M's
+    digits tell; the least norm is then zero, and the weights are the optimum all the same.
 
     A task with a zero gradient gets weight 0 and the others are solved without it (with it the least norm is 0).
 
     Args:
-        scale: see :data:`~cost_mtl.weighting._problem.Scale`; ``"raw"`` (default) is the paper's, as is ``"mean"``.
+        scale: ``"raw"`` (default, the paper's) or ``"mean"``: sum 1; ``"sum"`` or ``"tasks"``: sum K.
         max_norm: bound on ||G^T w||, None for none.
-        solver: ``"auto"``, ``"host"``, ``"device"`` or the slow reference ``"cvxpy"``.
     """
+
+    _sums_to_one: ClassVar[bool] = True
 
     def _method(self, problem: Problem) -> Answer:
         return min_norm(problem)
-
-    def _reference(self, M: Array) -> Array:
-        return min_norm_reference(M)

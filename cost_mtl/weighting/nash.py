@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cost_mtl.weighting._arrays import Array
 from cost_mtl.weighting._fairness import solve_fairness
 from cost_mtl.weighting._problem import Answer, Problem, SolvedWeighting
-from cost_mtl.weighting._reference import fairness_reference
 
 __all__ = ["NashMTL"]
 
@@ -30,7 +28,6 @@ class NashMTL(SolvedWeighting):
             to K or to 1.
         max_norm: bound on ||G^T w||, None (default) for none. The authors' is 1; since ||G^T w|| = sqrt(K), it always
             acts for K > 1.
-        solver: ``"auto"``, ``"host"``, ``"device"`` or the slow reference ``"cvxpy"``.
 
     Raises:
         ValueError: a setting is out of range.
@@ -46,6 +43,3 @@ class NashMTL(SolvedWeighting):
 
     def _method(self, problem: Problem) -> Answer:
         return solve_fairness(problem, 1.0)
-
-    def _reference(self, M: Array) -> Array:
-        return fairness_reference(M, 1.0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cost_mtl.base import State, Weighed, WeightingInputs
-from cost_mtl.weighting._checks import check_shape, host_matrix
+from cost_mtl.weighting._checks import as_tensor, check_shape, host_matrix
 
 __all__ = ["NGDiff"]
 
@@ -27,8 +27,8 @@ class NGDiff:
             have names, 0 is the one that appeared first.
 
     Raises:
-        ValueError: the two are not 0 and 1 in some order, or there are not two tasks; on the CPU also for a matrix that
-            is not finite or no Gramian.
+        ValueError: the two are not 0 and 1 in some order, there are not two tasks, or the matrix is not finite (the
+            task is named) or no Gramian.
     """
 
     retain: int = 0
@@ -48,13 +48,10 @@ class NGDiff:
         check_shape(gramian)
         if len(gramian) != 2:
             raise ValueError(f"NGDiff is for two tasks, one to retain and one to forget; got {len(gramian)}")
-        if gramian.device.type == "cpu":
-            host_matrix(gramian, torch.finfo(gramian.dtype).eps)
-        norms = gramian.detach().diagonal().sqrt()
-        inverse = torch.where(norms == 0, 0.0, 1 / norms)
-        signed = inverse.clone()
-        signed[self.forget] = -inverse[self.forget]
-        return signed
+        norms = torch.from_numpy(host_matrix(gramian)).diagonal().sqrt()
+        signed = torch.where(norms == 0, 0.0, 1 / norms)
+        signed[self.forget] *= -1
+        return as_tensor(signed, gramian)
 
     def initial_state(self, num_tasks: int) -> State:
         return {}

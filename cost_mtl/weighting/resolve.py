@@ -21,8 +21,8 @@ def resolve(weighting: Any) -> StatefulWeighting:
 
     Args:
         weighting: a ``StatefulWeighting`` (returned as it is), a ``SolvingWeighting``, any function of the Gramian, or
-            a torchjd Weighting of Gramians. The last three get an adapter that checks each answer (a tensor [K], finite
-            where that can be seen without a device synchronisation), copies it (some functions return a tensor that
+            a torchjd Weighting of Gramians. The last three get an adapter that checks each answer (a finite tensor
+            [K]), copies it (some functions return a tensor that
             they go on using) and, for torchjd's stateful weightings, keeps their memory in the state, so that COST
             saves it, and starts them afresh when K changes.
 
@@ -42,7 +42,7 @@ def resolve(weighting: Any) -> StatefulWeighting:
         torchjd_adapter.refuse_unless_of_gramians(weighting)
         return torchjd_adapter.TorchJDWeighting(weighting)
     if isinstance(weighting, SolvingWeighting):
-        return _Solving(weighting)
+        return _Solving(weighting, "noise" in inspect.signature(weighting.solve).parameters)
     if callable(weighting):
         return _Function(weighting)
     raise TypeError(
@@ -81,6 +81,7 @@ class _Function:
 @dataclass(frozen=True)
 class _Solving:
     weighting: SolvingWeighting
+    takes_noise: bool = False
     needs: ClassVar[str] = "gramian"
     by_name: ClassVar[bool] = True  # a solution has no memory, and tasks have no places in it
 
@@ -88,6 +89,7 @@ class _Solving:
         return {}
 
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
-        solution = self.weighting.solve(inputs.gramian)
+        told: dict[str, Any] = {"noise": inputs.noise} if self.takes_noise else {}
+        solution = self.weighting.solve(inputs.gramian, **told)
         weights = checked_weights(solution.weights, inputs.gramian, f"weighting {_name(self.weighting)}")
         return Weighed(weights, state, solver=solution.report)

@@ -6,11 +6,15 @@ import torch
 
 from cost_mtl.weighting import MGDA, CAGrad
 from tests.weighting.cases import SOLVABLE, TASKS, gradients, gramian, random_gradients
+from tests.weighting.reference import cagrad_reference
 
 
 def direction(G, **settings):
     """d and the simplex weights lambda that certify it, from the weights of the unscaled direction."""
-    w = CAGrad(rescale=0, scale="raw", **settings)(gramian(G)).numpy()
+    return certified(G, CAGrad(rescale=0, scale="raw", **settings)(gramian(G)).numpy())
+
+
+def certified(G, w):
     multipliers = np.clip(w - 1 / len(G), 0, None)
     return w @ G, multipliers / multipliers.sum()
 
@@ -20,12 +24,12 @@ def dual(G, c, multipliers):
     return g @ g_0 + c * np.linalg.norm(g_0) * np.linalg.norm(g), c * np.linalg.norm(g_0) * np.linalg.norm(g)
 
 
-@pytest.mark.parametrize(("K", "solver"), [(K, "host") for K in TASKS] + [(3, "device"), (11, "device")])
+@pytest.mark.parametrize("K", TASKS)
 @pytest.mark.parametrize("c", [0.1, 0.4, 0.9, 2.0])
 @pytest.mark.parametrize("family", [name for name in SOLVABLE if "spread" not in name])
-def test_the_worst_off_task_gets_the_optimum(K, family, c, solver):
+def test_the_worst_off_task_gets_the_optimum(K, family, c):
     G = gradients(K)[family]
-    d, multipliers = direction(G, c=c, solver=solver)
+    d, multipliers = direction(G, c=c)
     g_0 = G.mean(axis=0)
     assert np.linalg.norm(d - g_0) <= c * np.linalg.norm(g_0) * (1 + 1e-9)
     bound, scale = dual(G, c, multipliers)
@@ -58,7 +62,7 @@ def test_tasks_on_different_scales(K, c, family):
 def test_agrees_with_a_conic_solver(K, c, family):
     G = gradients(K)[family]
     d, multipliers = direction(G, c=c)
-    reference, theirs = direction(G, c=c, solver="cvxpy")
+    reference, theirs = certified(G, cagrad_reference(G @ G.T, c) / K)
     assert np.linalg.norm(d - reference) < 1e-4 * np.linalg.norm(reference)
     ours, conic = dual(G, c, multipliers)[0], dual(G, c, theirs)[0]
     assert abs(ours - conic) < 1e-8 * dual(G, c, theirs)[1]
@@ -118,10 +122,9 @@ def test_rescale_and_scale():
 def test_where_the_mean_gradient_vanishes_so_does_the_direction():
     G = random_gradients(4)
     G[3] = -G[:3].sum(axis=0)
-    for solver in ("host", "device"):
-        solution = CAGrad(solver=solver).solve(gramian(G))
-        assert solution.report.status == "stationary"
-        torch.testing.assert_close(solution.weights, torch.full((4,), 1 / 1.16, dtype=torch.float64))
+    solution = CAGrad().solve(gramian(G))
+    assert solution.report.status == "stationary"
+    torch.testing.assert_close(solution.weights, torch.full((4,), 1 / 1.16, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("norm", [1e-10, 1e-3, 1e10])
@@ -131,12 +134,11 @@ def test_small_gradients_are_not_taken_for_zero(norm):
     assert np.linalg.norm(d) >= 0.6 * np.linalg.norm(G.mean(axis=0))
 
 
-@pytest.mark.parametrize("solver", ["host", "device"])
 @pytest.mark.parametrize("c", [1.5, 5.0])
-def test_at_a_stationary_point_nobody_loses(c, solver):
+def test_at_a_stationary_point_nobody_loses(c):
     # Opposite tasks beside a third: max min is 0. d: g_0 = (0, 1/3) of length 1/3 loses nothing for anyone.
     G = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
-    solution = CAGrad(c, rescale=0, scale="raw", solver=solver).solve(gramian(G))
+    solution = CAGrad(c, rescale=0, scale="raw").solve(gramian(G))
     d = solution.weights.numpy() @ G
     assert solution.report.status == "stationary"
     np.testing.assert_allclose(d, [0, 1 / 3], atol=1e-4)

@@ -1,14 +1,15 @@
 """Slow twins of the solvers, by a general conic solver (Clarabel through cvxpy), straight from the papers' problems.
 
-They exist to be compared with, not to train with: 5 ms and up a solve, and the accuracy that a conic solver has.
+They exist to be compared with, not to train with: 5 ms and up a solve, and the accuracy that a conic solver has. They
+need the extra "reference" (cvxpy).
 """
 
 from __future__ import annotations
 
 import warnings
-from importlib import import_module
 from typing import Any
 
+import cvxpy
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,17 +24,7 @@ def _factor(M: _Matrix) -> _Matrix:
     return np.asarray(vectors * np.sqrt(np.clip(values, 0, None)))
 
 
-def _cvxpy() -> Any:
-    """Imported on first use: it takes longer than torch does."""
-    try:
-        return import_module("cvxpy")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('solver="cvxpy" is the slow reference and needs cvxpy: pip install cvxpy') from error
-
-
 def _run(problem: Any) -> None:
-    cvxpy = _cvxpy()
-
     with warnings.catch_warnings():
         # It is asked for more digits than it may have; how many it has is for the caller to find out.
         warnings.filterwarnings("ignore", message="Solution may be inaccurate")
@@ -53,8 +44,6 @@ def _cosines(M: _Matrix) -> tuple[_Matrix, _Matrix, NDArray[np.bool_]]:
 
 def fairness_reference(M: _Matrix, alpha: float) -> _Matrix:
     """w [K] with M w = w^(-1/alpha): min 1/2 ||G^T w||^2 - sum w^(1-p) / (1-p), p = 1/alpha (log at p = 1)."""
-    cvxpy = _cvxpy()
-
     p = 1 / alpha
     present = M.diagonal() > 0
     if not present.any():
@@ -73,8 +62,6 @@ def fairness_reference(M: _Matrix, alpha: float) -> _Matrix:
 
 def min_norm_reference(M: _Matrix) -> _Matrix:
     """lambda [K] on the simplex with the least ||G^T lambda||."""
-    cvxpy = _cvxpy()
-
     C, norms, present = _cosines(M)
     if not present.any():
         return np.full(len(M), 1 / len(M))
@@ -88,8 +75,6 @@ def min_norm_reference(M: _Matrix) -> _Matrix:
 
 def cagrad_reference(M: _Matrix, c: float) -> _Matrix:
     """Weights [K] of K d, d the maximiser of min_i g_i^T d within ||d - g_0|| <= c ||g_0||, not rescaled."""
-    cvxpy = _cvxpy()
-
     weights = np.ones(len(M))
     C, norms, present = _cosines(M)
     total = np.sqrt(max(float(M.sum()), 0.0))  # K ||g_0||
@@ -105,11 +90,11 @@ def cagrad_reference(M: _Matrix, c: float) -> _Matrix:
 
 
 def equal_projections_reference(M: _Matrix) -> _Matrix:
-    """w [K], sum 1, with the same g_i^T d / ||g_i|| for all tasks, by a pseudo-inverse (no conic program)."""
+    """w [K], |sum| 1 (of which a task without gradient has 1/K), with the same g_i^T d / ||g_i|| for all tasks, by a
+    pseudo-inverse (no conic program)."""
     C, norms, present = _cosines(M)
-    if not present.any():
-        return np.full(len(M), 1 / len(M))
-    solved = np.linalg.pinv(C, rcond=1e-9, hermitian=True).sum(1) / norms
-    w = np.full(len(M), 1 / len(norms))
-    w[present] = solved / solved.sum()
+    w = np.full(len(M), 1 / len(M))
+    if present.any():
+        solved = np.linalg.pinv(C, rcond=1e-9, hermitian=True).sum(1) / norms
+        w[present] = solved / abs(solved.sum()) * len(norms) / len(M)
     return w
