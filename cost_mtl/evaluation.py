@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cost_mtl.agreement import (
-    agree_on_tasks,
-    communicates,
-    refusing_foreign_wrappers,
-    short_of_memory_together,
-)
+from cost_mtl.agreement import agree_on_tasks, communicates, refusing_foreign_wrappers
 from cost_mtl.frameworks import refuse_accumulation
 from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
 from cost_mtl.losses import (
@@ -140,7 +135,7 @@ def measure(
     out: Tensor | None = None,
     single: bool = True,
     look_closely: bool = False,
-    in_teleport: bool = False,
+    in_teleport: AbstractContextManager[None] | None = None,
 ) -> Evaluation:
     """Losses and per-task gradients; the closure of each micro-batch is called once.
 
@@ -150,18 +145,16 @@ def measure(
         out: buffer for G.
         single: with one task nothing is shared: treat all parameters as its own.
         look_closely: for the first evaluation: refuse what would go wrong silently.
-        in_teleport: the tasks are known, and a lack of memory in one process is to be everyone's.
+        in_teleport: the tasks are known, and this context makes the failure of one process everyone's.
     """
     values: list[Tensor] = []
     names: tuple[str, ...] = ()
     result: TaskGradients | None = None
-    guard: AbstractContextManager[None]
-    if in_teleport:
-        guard, found = short_of_memory_together(layout.device, group), run(thunks, model)
+    if in_teleport is not None:
+        found = run(thunks, model)
     else:
-        params = [*layout.params, *own]
-        guard, found = nullcontext(), _checked(thunks, model, params, group, look_closely=look_closely)
-    with guard:
+        found = _checked(thunks, model, [*layout.params, *own], group, look_closely=look_closely)
+    with in_teleport or nullcontext():
         for tasks in found:
             if single and len(tasks) == 1 and layout.params:
                 own, layout = [*layout.params, *own], Layout(())
@@ -176,7 +169,7 @@ def measure(
             del tasks
     if result is None:
         raise ValueError("closure: expected at least one, got an empty sequence")
-    return _averaged(names, values, layout, own, result, len(names), group, in_shares=not in_teleport)
+    return _averaged(names, values, layout, own, result, len(names), group, in_shares=in_teleport is None)
 
 
 def _checked(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -39,3 +39,17 @@ class Structure:
             if p.data_ptr() != data.data_ptr():
                 p.data = data
             p.grad = grad
+
+
+def surely(undo: Callable[[], None], tries: int = 8) -> None:
+    """Run an undo, which may be run again, to its end: an exception that breaks it off (of a signal handler, mostly) is
+    raised when it is done."""
+    late: BaseException | None = None
+    for _ in range(tries):
+        try:
+            undo()
+            break
+        except BaseException as error:  # raised below
+            late = error
+    if late is not None:
+        raise late
