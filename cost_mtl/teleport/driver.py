@@ -138,8 +138,6 @@ class TeleportDriver:
         out: Tensor | None,
         onwards: Callable[[Evaluation], tuple[Evaluation, Tensor]],
     ) -> Outcome:
-        before = progress.sigma
-
         def arrive(evaluation: Evaluation, delta: Tensor) -> Arrival:
             mean = problem.gradients.new_full((len(problem.losses),), 1 / len(problem.losses))
             sigma = sigma_for(
@@ -151,14 +149,7 @@ class TeleportDriver:
             )
             return Arrival(*onwards(evaluation), sigma)
 
-        def commit(outcome: Outcome) -> None:
-            progress.sigma = outcome.report.sigma
-
-        try:
-            return attempt(problem, teleporter, out, arrive, commit)
-        except BaseException:
-            progress.sigma = before
-            raise
+        return attempt(problem, teleporter, out, arrive, progress)
 
     def leave_out(self, left_out: LeftOut) -> None:
         """Say that an earlier batch takes no part, once for each kind of reason."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cost_mtl.base import Acceptance, Move, Teleporter, TeleportProblem, TeleportReport
+from cost_mtl.checkpoint import Progress
 from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients import cosines, gramian, norms
 from cost_mtl.parallel import broadcast_
@@ -79,7 +80,7 @@ def attempt(
     teleporter: Teleporter,
     out: Tensor | None,
     arrive: Callable[[Evaluation, Tensor], Arrival],
-    commit: Callable[[Outcome], None],
+    progress: Progress,
 ) -> Outcome:
     """Try one teleport. If it is accepted the parameters stand at the new point, else every bit is what it was.
 
@@ -89,7 +90,7 @@ def attempt(
     Args:
         out: buffer [K, m] for the task gradients at the new point; not the one that ``problem.gradients`` is in.
         arrive: called with the evaluation at the new point and the move [m], for what the step needs from there on.
-        commit: called with an accepted outcome at the very end. It must not fail.
+        progress: its ``sigma`` is set for the coming step if the move is accepted.
 
     Raises:
         UnrepeatableClosureError, UnusableBatchError: see there.
@@ -97,23 +98,27 @@ def attempt(
     """
     began = time.perf_counter()
     structure = Structure.capture([problem.model], [*problem.params, *problem.own])
-    accepted = False
+    accepted, sigma = False, progress.sigma
 
     def undo() -> None:
         structure.restore()
         if not accepted:
             problem.reset()
+            progress.sigma = sigma
 
     try:
-        with problem.fate.shared():
-            move, candidate, reason, delta = _search(problem, teleporter, structure, out)
-            found = None if reason or candidate.evaluation is None else arrive(candidate.evaluation, delta)
-            report = _report(problem, move, candidate, reason, delta, found, time.perf_counter() - began)
-            outcome = Outcome(report, found)
-        if found is not None:
-            commit(outcome)
-            accepted = True
-    finally:
+        try:
+            with problem.fate.shared():
+                move, candidate, reason, delta = _search(problem, teleporter, structure, out)
+                found = None if reason or candidate.evaluation is None else arrive(candidate.evaluation, delta)
+                report = _report(problem, move, candidate, reason, delta, found, time.perf_counter() - began)
+                outcome = Outcome(report, found)
+            if found is not None:
+                progress.sigma = found.sigma
+                accepted = True
+        finally:
+            surely(undo)
+    finally:  # an interrupt may come just before the undo
         surely(undo)
     return outcome
 
