@@ -130,24 +130,58 @@ def lacks_memory(error: BaseException) -> bool:
 _NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
-@contextmanager
-def short_of_memory_together(device: torch.device, group: Any) -> Iterator[None]:
-    """Context around an evaluation in a teleport: a lack of memory in one process becomes everyone's, who would
-    otherwise wait for it in the next collective, while it had given up the teleport.
+class Fate:
+    """What happens in one process of a group during a teleport happens in all.
 
-    Raises:
-        Exception: for which :func:`lacks_memory` holds, in all processes of the group, at the end.
+    Between two of its ``shared`` contexts a process communicates with no other one, so that whatever fails there is
+    told the others in their next one: each waits for a flag of all before it goes on.
+
+    Args:
+        device: of the flags.
+        group: process group, or None: every error then is simply raised.
     """
-    error: BaseException | None = None
-    try:
-        yield
-    except (RuntimeError, MemoryError) as mine:
-        if group is None or not lacks_memory(mine):
-            raise
-        error = mine
-    short = union(torch.tensor([int(error is not None)], dtype=torch.uint8, device=device), group)
-    if group is not None and bool(short):
-        raise error or torch.OutOfMemoryError("in another process of the group")
+
+    def __init__(self, device: torch.device, group: Any) -> None:
+        self.device, self.group = device, group
+        self._agreed: Exception | None = None
+        """The last error that the others know of."""
+
+    @contextmanager
+    def shared(self, twins: Sequence[Exception] = ()) -> Iterator[None]:
+        """Context at whose end all processes have failed, or none has.
+
+        Args:
+            twins: what the others raise for an error of the same class, least severe first. Where processes fail for
+                different reasons all raise the most severe one: a lack of memory is above ``twins``, and any other
+                error above that.
+
+        Raises:
+            Exception: the one from inside, or a twin of another process's.
+        """
+        mine: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.group is None or error is self._agreed:
+                raise
+            mine = error
+        if self.group is None:
+            return
+        kinds = [*twins, torch.OutOfMemoryError(_ELSEWHERE), RuntimeError(f"a teleport failed {_ELSEWHERE}")]
+        code = 0 if mine is None else 1 + _kind_of(mine, twins)
+        worst = int(union(torch.tensor([code], dtype=torch.uint8, device=self.device), self.group))
+        if worst:
+            self._agreed = mine if mine is not None and code == worst else kinds[worst - 1]
+            raise self._agreed from (None if self._agreed is mine else mine)
+
+
+_ELSEWHERE = "in another process of the group"
+
+
+def _kind_of(error: Exception, twins: Sequence[Exception]) -> int:
+    if lacks_memory(error):
+        return len(twins)
+    return next((k for k, twin in enumerate(twins) if type(error) is type(twin)), len(twins) + 1)
 
 
 def communicates(model: nn.Module, params: Sequence[Tensor]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from cost_mtl.base import State
+from cost_mtl.remembered import Remembered, without_closures
 
 VERSION = 1
-ADDED = ("last_asked", "names", "present")
+ADDED = ("last_asked", "names", "present", "memory_of")
 """Fields that checkpoints of earlier releases of this version lack; they start at their default."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -76,7 +78,8 @@ class Progress:
         names: the tasks known, in the order of their first appearance.
         present: the tasks of the last step, in its order.
         shared: indices of the shared parameters among the model's, where they are found from the graph.
-        memory: the last batches, latest last.
+        memory: the last batches, latest last, each with the closure that it was given to. Pickles, copies and
+            checkpoints have no closures (see ``cost_mtl.remembered``).
         iterates: earlier values of the shared parameters [m], latest last, for a teleporter that works with them.
     """
 
@@ -93,8 +96,11 @@ class Progress:
     names: list[str] = field(default_factory=list)
     present: list[str] = field(default_factory=list)
     shared: list[int] = field(default_factory=list)
-    memory: list[tuple[Any, ...]] = field(default_factory=list)
+    memory: list[Remembered] = field(default_factory=list)
     iterates: list[Tensor] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"memory": without_closures(self.memory)}
 
     def pack(self, method: str) -> dict[str, Any]:
         """For ``state_dict()["cost"]``; ``method`` names the weighting whose state it is.
@@ -102,8 +108,10 @@ class Progress:
         Batches that ``torch.load(weights_only=True)`` would refuse are counted, not saved.
         """
         packed = {f.name: detached(getattr(self, f.name)) for f in fields(self) if f.name != "memory"}
-        savable = all(is_plain(batch) for batch in self.memory)
-        packed["memory"] = [detached(batch) for batch in self.memory] if savable else []
+        savable = all(is_plain(m.batch) for m in self.memory)
+        kept = without_closures(self.memory) if savable else []
+        packed["memory"] = [detached(m.batch) for m in kept]
+        packed["memory_of"] = [{"names": _listed(m.names), "closures": _listed(m.fingerprints)} for m in kept]
         return packed | {"version": VERSION, "method": method, "memory_lost": 0 if savable else len(self.memory)}
 
     @classmethod
@@ -133,6 +141,7 @@ class Progress:
             w, names = progress.weights.tolist(), progress.names
             progress.weights = dict(zip(names, w, strict=True)) if len(names) == len(w) else None
         progress.present = progress.present or progress.names
+        progress.memory = _remembered(progress.memory, state.get("memory_of"))
         if state["method"] != method:
             if progress.weighting:
                 warnings.warn(
@@ -143,3 +152,22 @@ class Progress:
             progress.weighting, progress.weights, progress.num_tasks = {}, None, None
             progress.names, progress.present = [], []
         return progress
+
+
+def _listed(names: tuple[str, ...] | None) -> list[str] | None:
+    return None if names is None else list(names)
+
+
+def _remembered(batches: Sequence[Any], of: Sequence[dict[str, Any]] | None) -> list[Remembered]:
+    """Saved batches with what was saved of their closures (``of`` None: by an earlier release, nothing)."""
+    if of is None:
+        return [Remembered(batch, None) for batch in batches]
+    if len(of) != len(batches):
+        raise ValueError(f"state_dict['cost']: memory_of: expected {len(batches)} entries, one for each batch in "
+                         f"memory, got {len(of)}")  # fmt: skip
+    pairs = zip(batches, of, strict=True)
+    return [Remembered(batch, _tupled(m["names"]), None, _tupled(m["closures"])) for batch, m in pairs]
+
+
+def _tupled(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(names)

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cost_mtl.agreement import (
-    agree_on_tasks,
-    communicates,
-    refusing_foreign_wrappers,
-    short_of_memory_together,
-)
+from cost_mtl.agreement import agree_on_tasks, communicates, refusing_foreign_wrappers
 from cost_mtl.frameworks import refuse_accumulation
 from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
 from cost_mtl.losses import (
@@ -164,7 +159,7 @@ def measure(
     known: Iterable[str] = (),
     reused: Reused | None = None,
     look_closely: bool = False,
-    in_teleport: bool = False,
+    in_teleport: AbstractContextManager[None] | None = None,
 ) -> Evaluation:
     """Losses and per-task gradients; the closure of each micro-batch is called once.
 
@@ -177,20 +172,18 @@ def measure(
         known: tasks seen in earlier steps: one task beside them is not alone, it is the one that has labels here.
         reused: weights to combine the losses with before the backward pass, where they cover the tasks.
         look_closely: for the first evaluation: refuse what would go wrong silently.
-        in_teleport: the tasks are known, and a lack of memory in one process is to be everyone's.
+        in_teleport: the tasks are known, and this context makes the failure of one process everyone's.
     """
     values: list[Tensor] = []
     tasks: TaskLosses | None = None
     result: TaskGradients | None = None
     combined: _Combined | None = None
     graphs: set[int] = set()
-    guard: AbstractContextManager[None]
-    if in_teleport:
-        guard, found = short_of_memory_together(layout.device, group), run(thunks, model)
+    if in_teleport is not None:
+        found = run(thunks, model)
     else:
-        params = [*layout.params, *own]
-        guard, found = nullcontext(), _checked(thunks, model, params, group, look_closely=look_closely)
-    with guard:
+        found = _checked(thunks, model, [*layout.params, *own], group, look_closely=look_closely)
+    with in_teleport or nullcontext():
         for tasks in found:
             changed = None if trainable is None else trainable.after(tasks, first=not values)
             if changed is not None:
@@ -220,7 +213,7 @@ def measure(
     found_graphs = tuple(i in graphs for i in range(len(names)))
     weights = None if combined is None else combined.weights
     now = Evaluation(names, mean_losses(values, group), layout, gradients, named, found_graphs, weights)
-    return _averaged(now, own, group, in_shares=combined is None and not in_teleport)
+    return _averaged(now, own, group, in_shares=combined is None and in_teleport is None)
 
 
 def is_alone(tasks: TaskLosses, known: Iterable[str]) -> bool:

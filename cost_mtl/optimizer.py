@@ -54,6 +54,7 @@ from cost_mtl.parameters import (
     warn_about_shared,
     warn_about_weighting,
 )
+from cost_mtl.remembered import remember
 from cost_mtl.sharding import NO_TELEPORTS, is_sharded, reshard
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
@@ -122,7 +123,8 @@ class COST(OptimizerWrapper):
         max_norm: clip the combined shared gradient to this Euclidean norm. None: no clipping. The official recipes of
             Nash-MTL and FairGrad clip at 1.
         memory: earlier batches kept (by reference) from ``step(closure, *batch)`` for the teleport to verify itself
-            on; with none the current batch alone has to do.
+            on; with none the current batch alone has to do. Each is kept with its closure, and so is what that has
+            caught. One that can't be evaluated, or has other tasks than the current one, is left out with a warning.
         gradients: ``"full"``, the only kind there is: gradients of the shared parameters themselves.
         every: solve for the weights in every n-th step only; the steps between take one backward pass for all tasks
             together, and no teleport.
@@ -134,7 +136,8 @@ class COST(OptimizerWrapper):
         scaler: a ``torch.amp.GradScaler``; scaling, unscaling, skipping and updating happen inside ``step``.
         seed: of the teleports' randomness, which is keyed on (seed, step). Global random streams are left alone.
         on_teleport: called with the :class:`~cost_mtl.base.TeleportReport` of every attempt (after an accepted one
-            parameters have moved: averages of them may have to start anew).
+            parameters have moved: averages of them may have to start again). If it raises, the teleport is taken back,
+            the step is not made, and the exception comes out.
 
     Attributes:
         last_step: report of the last step, or None before the first.
@@ -249,7 +252,7 @@ class COST(OptimizerWrapper):
             self._reuse_history(now.layout)
             with keeping_entries(self.base, weighed.at_rest):
                 self._step_base()
-            self._finish(now, weighed, M, losses, conflict, teleport, batch)
+            self._finish(now, weighed, M, losses, conflict, teleport, thunks)
         self._observe(thunks, now, host)
         return losses
 
@@ -281,8 +284,10 @@ class COST(OptimizerWrapper):
                 raise FloatingPointError(complaint(now, bad, self.progress.step))
             if not now.layout.params:
                 raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
-            report = self._site(thunks, batch, before).teleport(now.whole(), M)
-            keep()
+            site = self._site(thunks, batch, before)
+            report = site.teleport(now.whole(), M)
+        site.announce(report)
+        keep()
         return report
 
     # ------------------------------------------------------------------------------------------ its parts
@@ -322,16 +327,21 @@ class COST(OptimizerWrapper):
         return thunks
 
     def _site(self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: Moment) -> Site:
-        return Site(self.base, self.model, self._driver, self.progress, self.htr, self._group,
+        fate = agreement.Fate(held_by(self.base)[0].device, self._group)
+        return Site(self.base, self.model, self._driver, self.progress, self.htr, fate,
                     thunks, batch, before, self._spare)  # fmt: skip
 
     def _teleport_in_step(
         self, site: Site, now: Evaluation, M: Tensor
     ) -> tuple[Evaluation, Tensor, TeleportReport | str]:
-        there, M, report = site.teleport_in_step(now, M)
-        if there is not now:
+        arrival, report = site.teleport_in_step(now, M)
+        there = now
+        if arrival is not None:
+            there, M = arrival.evaluation, arrival.gramian
             # The gradients at the new point replace those at the old; the buffers change roles.
             self._buffer, self._spare = there.gradients.matrix, now.gradients.matrix
+        if not isinstance(report, str):
+            site.announce(report)
         return there, M, report
 
     def _layout(self) -> tuple[Layout, list[Tensor]]:
@@ -505,12 +515,12 @@ class COST(OptimizerWrapper):
         losses: Tensor,
         conflict: bool | None,
         teleport: TeleportReport | str,
-        batch: tuple[Any, ...],
+        thunks: Sequence[Thunk],
     ) -> None:
         p = self.progress
         p.step += 1
-        if batch and self.memory and self._driver.enabled:
-            p.memory = [*p.memory, batch][-self.memory :]
+        if thunks[0].batch and self._driver.enabled:
+            p.memory = remember(p.memory, thunks, now.names, self.memory)
         self._driver.remember(p, now.layout)
         attempt, refusal = (None, teleport) if isinstance(teleport, str) else (teleport, "")
         report = StepReport(losses, now.names, weights=weighed.weights, conflict=conflict, teleport=attempt,

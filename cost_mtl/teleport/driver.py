@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cost_mtl.agreement import lacks_memory
+from cost_mtl.agreement import Fate
 from cost_mtl.base import RemembersIterates, Teleporter, TeleportReport, Trigger
 from cost_mtl.checkpoint import Progress
-from cost_mtl.gradients import Layout, combine, gramian
+from cost_mtl.evaluation import Evaluation
+from cost_mtl.gradients import Layout, combine
+from cost_mtl.remembered import LeftOut
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
-from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
-from cost_mtl.teleport.transaction import Outcome, attempt, rejected
+from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError, UnusableBatchError
+from cost_mtl.teleport.transaction import Arrival, Outcome, attempt
 from cost_mtl.trajectory import HTR, sigma_for
 from cost_mtl.triggers import TeleportSchedule
 
@@ -37,7 +40,7 @@ class TeleportDriver:
     seed: int
     on_teleport: Callable[[TeleportReport], None] | None
     said: set[str] = field(default_factory=set, repr=False)
-    """Kinds of refusal that the user has been told of."""
+    """Kinds of refusal, and of earlier batches left out, that the user has been told of."""
 
     def __post_init__(self) -> None:
         if self.trigger is not None and (isinstance(self.trigger, type) or not callable(self.trigger)):
@@ -90,46 +93,99 @@ class TeleportDriver:
         if not self.schedule.confirm or problem.batches < 2:
             return True
         progress.last_asked = progress.step
-        return self.conflict(gramian(problem.look_at(1), dtype=torch.float64).cpu())
+        with problem.fate.shared():
+            return self.conflict(problem.look_at(1).cpu())
 
-    def run(self, problem: Problem, progress: Progress, htr: HTR, out: Tensor | None) -> Outcome:
-        """One attempt. On success ``progress.sigma`` says what HTR has to do in the coming step."""
+    def run(
+        self,
+        problem: Problem,
+        progress: Progress,
+        htr: HTR,
+        out: Tensor | None,
+        onwards: Callable[[Evaluation], tuple[Evaluation, Tensor]],
+        *,
+        ask: bool,
+    ) -> Outcome | str:
+        """One attempt, without the earlier batches that turn out to be of no use. On success ``progress.sigma`` says
+        what HTR has to do in the coming step.
+
+        Args:
+            onwards: from the evaluation at the new point, the one that training goes on with and its Gramian.
+            ask: make none if the conflict is not there on the batch before, but return the reason.
+        """
         if self.teleporter is None:
             raise RuntimeError("teleporter: there is none")
-        progress.attempts += 1
-        progress.last_attempt = progress.step
-        outcome = attempt(problem, self.teleporter, out)
-        if outcome.evaluation is not None and outcome.delta is not None:
+        counted = False
+        while True:
+            try:
+                if ask and not self.persists(problem, progress):
+                    return UNCONFIRMED
+                if not counted:
+                    counted = True
+                    progress.attempts += 1
+                    progress.last_attempt = progress.step
+                return self._attempt(problem, self.teleporter, progress, htr, out, onwards)
+            except UnusableBatchError as error:
+                self.leave_out(LeftOut(error.kind, str(error)))
+                problem = problem.without(error.batch, self.generator(progress.step))
+
+    @staticmethod
+    def _attempt(
+        problem: Problem,
+        teleporter: Teleporter,
+        progress: Progress,
+        htr: HTR,
+        out: Tensor | None,
+        onwards: Callable[[Evaluation], tuple[Evaluation, Tensor]],
+    ) -> Outcome:
+        def arrive(evaluation: Evaluation, delta: Tensor) -> Arrival:
             mean = problem.gradients.new_full((len(problem.losses),), 1 / len(problem.losses))
             sigma = sigma_for(
                 htr,
                 before=combine(problem.gradients, mean),
-                after=combine(outcome.evaluation.gradients.matrix, mean),
-                delta=outcome.delta,
-                direction=_fitting(progress.direction, outcome.delta),
+                after=combine(evaluation.gradients.matrix, mean),
+                delta=delta,
+                direction=_fitting(progress.direction, delta),
             )
-            progress.sigma = sigma
-            outcome = replace(outcome, report=replace(outcome.report, sigma=sigma))
-        if self.on_teleport is not None:
-            self.on_teleport(outcome.report)
-        return outcome
+            return Arrival(*onwards(evaluation), sigma)
 
-    def run_in_step(self, problem: Problem, progress: Progress, htr: HTR, out: Tensor | None) -> Outcome | str:
-        """:meth:`run` if the conflict persists, where a refusal or a lack of memory must not end the training. The
-        reason if it does not, or was refused."""
-        try:
-            if not self.persists(problem, progress):
-                return UNCONFIRMED
-            return self.run(problem, progress, htr, out)
-        except REFUSALS as error:
-            if type(error).__name__ not in self.said:
-                self.said.add(type(error).__name__)
-                warnings.warn(f"no teleport where this is so (said once): {error}", stacklevel=8)
-            return str(error)
-        except (RuntimeError, MemoryError) as error:
-            if not lacks_memory(error):
-                raise
-            return Outcome(rejected(problem, f"out of memory: {error}"))
+        return attempt(problem, teleporter, out, arrive, progress)
+
+    def leave_out(self, left_out: LeftOut) -> None:
+        """Say that an earlier batch takes no part, once for each kind of reason."""
+        self._say(
+            f"earlier batch, {left_out.kind}",
+            f"memory: a teleport is made without an earlier batch: {left_out.reason} (said once for each kind of "
+            "reason; training goes on)",
+        )
+
+    def refuse(self, error: Exception) -> str:
+        """Say why there is no teleport, once for each kind of reason."""
+        self._say(type(error).__name__, f"no teleport where this is so (said once): {error}")
+        return str(error)
+
+    def _say(self, kind: str, message: str) -> None:
+        if kind not in self.said:
+            self.said.add(kind)
+            warnings.warn(message, stacklevel=_outside())
+
+    def announce(self, report: TeleportReport, fate: Fate) -> None:
+        """Give a report to ``on_teleport``.
+
+        Raises:
+            Exception: the callback's own, in every process of the group.
+        """
+        with fate.shared():
+            if self.on_teleport is not None:
+                self.on_teleport(report)
+
+
+def _outside() -> int:
+    """``stacklevel`` of the first caller outside of this package and torch."""
+    level, frame = 2, sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("cost_mtl", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _fitting(direction: Tensor | None, delta: Tensor) -> Tensor | None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from cost_mtl.agreement import short_of_memory_together
+from cost_mtl.agreement import Fate, lacks_memory
+from cost_mtl.base import NoDoubleBackwardError
 from cost_mtl.evaluation import Evaluation, Thunk, mean_losses, measure, run
-from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
+from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward, gramian
 from cost_mtl.losses import TaskLosses
 from cost_mtl.parallel import mean_
 from cost_mtl.teleport.curvature import curvature
@@ -25,6 +26,26 @@ class UnrepeatableClosureError(RuntimeError):
     """The closure can't be evaluated again at other parameters, so no teleport can be verified."""
 
 
+class UnusableBatchError(Exception):
+    """An earlier batch can't be evaluated: the teleport is begun again without it.
+
+    Attributes:
+        batch: which.
+        kind: a word for the kind of reason.
+    """
+
+    def __init__(self, batch: int, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.batch, self.kind = batch, kind
+
+
+@dataclass
+class Tally:
+    """Evaluations of the closure."""
+
+    calls: int = 0
+
+
 @dataclass
 class Problem:
     """Implements :class:`cost_mtl.base.TeleportProblem`, whose docstrings apply.
@@ -33,8 +54,9 @@ class Problem:
         own: the other trainable parameters, whose gradients are wanted at an accepted point.
         closures: per batch, the current one first, the closures of its micro-batches (mostly one), without arguments.
         moment: random streams and buffers that every evaluation starts from.
-        group: process group to average over, or None.
-        calls: evaluations done so far.
+        names: the current tasks. Those of an earlier batch are put in this order.
+        fate: what happens in one process of the group happens in all; its group is averaged over.
+        tally: evaluations done so far.
     """
 
     model: nn.Module
@@ -42,14 +64,15 @@ class Problem:
     own: Sequence[Tensor]
     closures: Sequence[Sequence[Thunk]]
     moment: Moment
+    names: tuple[str, ...]
     losses: Tensor
     gradients: Tensor
     gramian: Tensor
     scale: Tensor | None
     generator: torch.Generator
+    fate: Fate
     iterates: Sequence[Tensor] = ()
-    group: Any = None
-    calls: int = 0
+    tally: Tally = field(default_factory=Tally)
     theta: list[Tensor] = field(init=False)
     _references: dict[int, Tensor] = field(init=False, default_factory=dict)
     _known: dict[int, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
@@ -66,25 +89,63 @@ class Problem:
     def batches(self) -> int:
         return len(self.closures)
 
+    @property
+    def calls(self) -> int:
+        return self.tally.calls
+
+    @property
+    def group(self) -> Any:
+        return self.fate.group
+
+    def without(self, batch: int, generator: torch.Generator) -> Problem:
+        """The same problem without an earlier batch; the model stands at theta."""
+        left = [closures for b, closures in enumerate(self.closures) if b != batch]
+        return replace(self, closures=left, generator=generator)
+
     def reference(self, batch: int) -> Tensor:
         if batch not in self._references:
             with self.at_theta():
-                self._references[batch] = self.evaluate(batch)
+                self._references[batch] = _finite(batch, self.evaluate(batch), "a loss")
         return self._references[batch]
 
     def look_at(self, batch: int) -> Tensor:
-        """G [K, m] on an earlier batch while the model stands at theta, kept for the teleporter that needs it next."""
+        """M [K, K], float64, on an earlier batch while the model stands at theta. Losses and gradients are kept for the
+        teleporter that needs them next."""
         losses, G = self.evaluate_gradients(batch)
-        self._references[batch] = losses
+        self._references[batch] = _finite(batch, losses, "a loss")
+        M = _finite(batch, gramian(G, dtype=torch.float64), "a gradient")
         self._known[batch] = losses, G
-        return G
+        return M
 
     def known_gradients(self, batch: int) -> tuple[Tensor, Tensor] | None:
         return (self.losses, self.gradients) if batch == 0 else self._known.pop(batch, None)
 
+    @contextmanager
+    def _evaluating(self, batch: int) -> Iterator[None]:
+        """Context around what one process does by itself in an evaluation.
+
+        Raises:
+            UnusableBatchError: an earlier batch failed, in whatever way but a lack of memory.
+        """
+        elsewhere = "it failed in another process of the group"
+        twins = (
+            UnusableBatchError(batch, "error", elsewhere),
+            NoDoubleBackwardError(elsewhere),
+            UnrepeatableClosureError(elsewhere),
+        )
+        with self.fate.shared(twins):
+            try:
+                yield
+            except (UnusableBatchError, NoDoubleBackwardError):
+                raise
+            except Exception as error:
+                if batch == 0 or lacks_memory(error):
+                    raise
+                raise UnusableBatchError(batch, "error", f"it raised {type(error).__name__}: {error}") from error
+
     def _run(self, batch: int) -> Iterator[TaskLosses]:
         self.moment.restore()
-        self.calls += 1
+        self.tally.calls += 1
         began = _now()
         for tasks in run(self.closures[batch], self.model):
             ages = [_age(root) for root in tasks.roots if root is not None]
@@ -93,22 +154,40 @@ class Problem:
                     "closure: returned losses that were computed before it was called; compute them inside, so that "
                     "they can be evaluated at other parameters"
                 )
-            if len(tasks) != len(self.losses):
-                raise ValueError(f"closure: returned {len(self.losses)} losses at first, then {len(tasks)}")
-            yield tasks
+            yield self._in_order(tasks, batch)
+            del tasks
+
+    def _in_order(self, tasks: TaskLosses, batch: int) -> TaskLosses:
+        """The losses in the order of the current tasks, which every batch must have."""
+        if tasks.names == self.names:
+            return tasks
+        if batch == 0:
+            raise UnrepeatableClosureError(
+                f"closure: expected the same tasks when it is called again, {list(self.names)}, got {list(tasks.names)}"
+            )
+        if sorted(tasks.names) != sorted(self.names):
+            raise UnusableBatchError(
+                batch, "tasks", f"it has the tasks {list(tasks.names)}, the current one {list(self.names)}"
+            )
+        order = [tasks.names.index(name) for name in self.names]
+        return replace(tasks, names=self.names, values=tasks.values[order], roots=tuple(tasks.roots[i] for i in order))
 
     def evaluate(self, batch: int = 0) -> Tensor:
-        with short_of_memory_together(self.layout.device, self.group):
-            values = [tasks.values for tasks in self._run(batch)]
+        with self._evaluating(batch):
+            values = []
+            for tasks in self._run(batch):
+                values.append(tasks.values)
+                del tasks
         return mean_losses(values, self.group, torch.float64).to(self.losses.device)
 
     def measure(self, out: Tensor | None = None) -> Evaluation:
         """Losses and all gradients, of shared and other parameters, on batch 0 where the model stands."""
         self.moment.restore()
-        self.calls += 1
-        return measure(
-            self.closures[0], self.model, self.layout, self.own, self.group, out=out, single=False, in_teleport=True
-        )
+        self.tally.calls += 1
+        there = measure(self.closures[0], self.model, self.layout, self.own, self.group, out=out, single=False,
+                        in_teleport=self._evaluating(0))  # fmt: skip
+        self._in_order(TaskLosses(there.names, there.losses, ()), 0)
+        return there
 
     def evaluate_gradients(
         self, batch: int = 0, *, wrt: Sequence[Tensor] | None = None, tasks: Sequence[Sequence[int]] | None = None
@@ -118,7 +197,7 @@ class Problem:
         values: list[Tensor] = []
         result: TaskGradients | None = None
         G = torch.zeros(len(tasks or ()), layout.numel, dtype=layout.dtype, device=layout.device)
-        with short_of_memory_together(layout.device, self.group):
+        with self._evaluating(batch):
             for split in self._run(batch):
                 values.append(split.values)
                 if tasks is None:
@@ -126,6 +205,7 @@ class Problem:
                     G = result.matrix
                 else:
                     self._add_sums(split, tasks, factor, layout, G)
+                del split
         losses = mean_losses(values, self.group, torch.float64).to(self.losses.device)
         return losses, mean_(G, self.group)
 
@@ -136,12 +216,13 @@ class Problem:
         layout = Layout(inputs)
         total = torch.zeros(1, layout.numel, dtype=layout.dtype, device=layout.device)
         parts = [self.layout.views(row) for row in directions]
-        with short_of_memory_together(layout.device, self.group):
+        with self._evaluating(batch):
             for split in self._run(batch):
                 for part, members in zip(parts, tasks, strict=True):
                     for k, grad in enumerate(curvature(split, members, self.layout.params, part, inputs)):
                         if grad is not None:
                             layout.view(total[0], k).add_(grad, alpha=1.0 / len(self.closures[batch]))
+                del split
         return mean_(total, self.group)[0]
 
     @staticmethod
@@ -190,6 +271,13 @@ class Problem:
         with torch.no_grad():
             for p, start in zip(self.params, self.theta, strict=True):
                 p.copy_(start)
+
+
+def _finite(batch: int, values: Tensor, what: str) -> Tensor:
+    """The values, those of an earlier batch; the same in every process."""
+    if not bool(torch.isfinite(values).all()):
+        raise UnusableBatchError(batch, "not finite", f"{what} of it is not finite")
+    return values
 
 
 def _age(root: Tensor | GradientEdge) -> int | None:

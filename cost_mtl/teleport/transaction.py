@@ -6,7 +6,7 @@ One for all teleporters, so that none of them can be less careful than another.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cost_mtl.base import Acceptance, Move, Teleporter, TeleportProblem, TeleportReport
+from cost_mtl.checkpoint import Progress
 from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients import cosines, gramian, norms
 from cost_mtl.parallel import broadcast_
@@ -22,7 +23,7 @@ from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
 from cost_mtl.teleport.snapshot import Structure
 from cost_mtl.teleport.solver import heldout_batch
-from cost_mtl.undo import undo_on_failure
+from cost_mtl.undo import undo_on_failure, undoing
 
 REPEATABLE = 1e-3
 """Largest relative difference of a loss between two evaluations at one theta under the same random streams."""
@@ -39,16 +40,27 @@ class Outcome:
     """What came of an attempt.
 
     Attributes:
-        report: without sigma.
-        evaluation: losses and gradients at the new point if accepted, else None.
-        gramian: M [K, K] at the new point, likewise.
-        delta: the applied move [m], likewise.
+        report: of the attempt.
+        arrival: what training goes on from if it was accepted, else None.
     """
 
     report: TeleportReport
-    evaluation: Evaluation | None = None
-    gramian: Tensor | None = None
-    delta: Tensor | None = None
+    arrival: Arrival | None = None
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The new point.
+
+    Attributes:
+        evaluation: losses and gradients there.
+        gramian: M [K, K] there.
+        sigma: HTR's blend factor for the coming step.
+    """
+
+    evaluation: Evaluation
+    gramian: Tensor
+    sigma: float
 
 
 @dataclass
@@ -65,48 +77,76 @@ class _Candidate:
     notes: tuple[str, ...] = ()
 
 
-def attempt(problem: Problem, teleporter: Teleporter, out: Tensor | None = None) -> Outcome:
+def attempt(
+    problem: Problem,
+    teleporter: Teleporter,
+    out: Tensor | None,
+    arrive: Callable[[Evaluation, Tensor], Arrival],
+    progress: Progress,
+) -> Outcome:
     """Try one teleport. If it is accepted the parameters stand at the new point, else every bit is what it was.
 
-    The caller puts random streams and buffers back.
+    All that can fail happens while it can still be undone, in every process of the group: what is raised here was
+    raised at theta. The caller puts random streams and buffers back.
 
     Args:
         out: buffer [K, m] for the task gradients at the new point; not the one that ``problem.gradients`` is in.
+        arrive: called with the evaluation at the new point and the move [m], for what the step needs from there on.
+        progress: its ``sigma`` is set for the coming step if the move is accepted.
 
     Raises:
-        UnrepeatableClosureError: see there.
+        UnrepeatableClosureError, UnusableBatchError: see there.
         Exception: whatever the closure or the teleporter raises, after everything was put back.
     """
     began = time.perf_counter()
     structure = Structure.capture([problem.model], [*problem.params, *problem.own])
-    accepted = False
-    undo_on_failure(partial(_as_it_was, problem, structure))  # also of what comes after it in the step
-    try:
-        _require_repeatable(problem)
-        ask: Callable[[TeleportProblem], Move] | None = teleporter.propose
-        while ask is not None and not accepted:
-            problem.reset()
-            try:
-                move = _checked(ask(problem), problem)
-            finally:
-                structure.restore()
-                problem.reset()
-            delta = broadcast_(move.delta.to(problem.layout.device, problem.layout.dtype), problem.group)
-            candidate, reason = _verify(problem, move, delta, out)
-            accepted, ask = not reason, move.otherwise
-    finally:
+    accepted, sigma = False, progress.sigma
+
+    def undo() -> None:
+        structure.restore()
         if not accepted:
             problem.reset()
-        structure.restore()
-    report = _report(problem, move, candidate, reason, delta, time.perf_counter() - began)
-    if not accepted:
-        return Outcome(report)
-    return Outcome(report, candidate.evaluation, candidate.M, delta)
+            progress.sigma = sigma
+
+    undo_on_failure(partial(_as_it_was, problem, structure))  # also of what comes after it in the step
+    with undoing(undo):
+        with problem.fate.shared():
+            move, candidate, reason, delta = _search(problem, teleporter, structure, out)
+            found = None if reason or candidate.evaluation is None else arrive(candidate.evaluation, delta)
+            report = _report(problem, move, candidate, reason, delta, found, time.perf_counter() - began)
+            outcome = Outcome(report, found)
+        if found is not None:
+            progress.sigma = found.sigma
+            accepted = True
+    return outcome
 
 
 def _as_it_was(problem: Problem, structure: Structure) -> None:
     structure.restore()
     problem.reset()
+
+
+def _search(
+    problem: Problem, teleporter: Teleporter, structure: Structure, out: Tensor | None
+) -> tuple[Move, _Candidate, str, Tensor]:
+    """The first move that holds, or the last one that did not: the move, what was seen there, why it is rejected
+    ("" if it is not), and Delta theta [m]. An accepted move's parameters are in place."""
+    _require_repeatable(problem)
+    ask: Callable[[TeleportProblem], Move] = teleporter.propose
+    while True:
+        problem.reset()
+        with problem.fate.shared():
+            try:
+                move = _checked(ask(problem), problem)
+            finally:
+                structure.restore()
+                problem.reset()
+            delta = move.delta.to(problem.layout.device, problem.layout.dtype)
+        delta = broadcast_(delta, problem.group)
+        candidate, reason = _verify(problem, move, delta, out)
+        if not reason or move.otherwise is None:
+            return move, candidate, reason, delta
+        ask = move.otherwise
 
 
 def _require_repeatable(problem: Problem) -> None:
@@ -190,7 +230,13 @@ def _gained(objective: str, before: Tensor, after: Tensor, rule: Acceptance) -> 
 
 
 def _report(
-    problem: Problem, move: Move, candidate: _Candidate, reason: str, delta: Tensor, seconds: float
+    problem: Problem,
+    move: Move,
+    candidate: _Candidate,
+    reason: str,
+    delta: Tensor,
+    arrival: Arrival | None,
+    seconds: float,
 ) -> TeleportReport:
     before, after = problem.gramian, candidate.M
     kept = "every loss" if move.acceptance.invariance == "each" else "the mean loss"
@@ -207,7 +253,7 @@ def _report(
         cosines_after=None if after is None else cosines(after),
         drift=candidate.drift,
         drift_heldout=candidate.heldout,
-        sigma=None,
+        sigma=None if arrival is None else arrival.sigma,
         inner_steps=move.inner_steps,
         closure_calls=problem.calls,
         seconds=seconds,
@@ -218,7 +264,11 @@ def _report(
     )
 
 
-def rejected(problem: Problem, reason: str, *, skipped_layers: Mapping[str, str] | None = None) -> TeleportReport:
-    """The report of an attempt that ended before there was a move."""
-    move = Move(torch.zeros(()), "none", inner_steps=0, skipped_layers=skipped_layers or {})
-    return _report(problem, move, _Candidate(), reason, torch.zeros(1), 0.0)
+def broken_off(losses: Tensor, M: Tensor) -> TeleportReport:
+    """The report of an attempt that ended before there was a move, from losses [K] and the Gramian [K, K] at theta;
+    its reason is left to be filled in."""
+    return TeleportReport(
+        accepted=False, reason="", losses_before=losses.double(), losses_after=None, norms_before=norms(M),
+        norms_after=None, cosines_before=cosines(M), cosines_after=None, drift=None, drift_heldout=None, sigma=None,
+        inner_steps=0, closure_calls=0, seconds=0.0, skipped_layers={}, objective="none", length=0.0,
+    )  # fmt: skip

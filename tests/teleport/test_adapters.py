@@ -6,6 +6,7 @@ from torch import nn
 
 import cost_mtl
 from cost_mtl import Acceptance, LoRATeleporter
+from cost_mtl.agreement import Fate
 from cost_mtl.gradients import Layout, gramian
 from cost_mtl.teleport.adapters import adapters
 from cost_mtl.teleport.layers import shared_layers
@@ -14,6 +15,7 @@ from cost_mtl.teleport.replay import Moment
 from tests.nets import MultiHead, convnet, data, losses, mlp
 
 LOOSE = Acceptance(tolerance=0.5, tolerance_heldout=0.5, min_angle=1e-6, min_norm=1e-6)
+NAMES = ("0", "1", "2")
 
 
 def problem_of(model, x, ys):
@@ -21,8 +23,9 @@ def problem_of(model, x, ys):
     G = cost_mtl.task_gradients(losses(model, x, ys), layout.params)
     return Problem(
         model, layout, list(model.heads.parameters()), [[lambda: losses(model, x, ys)]],
-        Moment.capture(model.modules(), []), torch.stack(losses(model, x, ys)).detach().double(), G,
-        gramian(G, dtype=torch.float64), None, torch.Generator().manual_seed(0),
+        Moment.capture(model.modules(), []), NAMES[: len(model.heads)],
+        torch.stack(losses(model, x, ys)).detach().double(), G,
+        gramian(G, dtype=torch.float64), None, torch.Generator().manual_seed(0), Fate(layout.device, None),
     )  # fmt: skip
 
 

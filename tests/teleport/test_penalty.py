@@ -97,14 +97,15 @@ def test_it_uses_the_batches_in_turn():
     opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=1e-3), model, shared=model.trunk,
                         trigger=lambda M: False,
                         teleporter=DenseTeleporter("norm", Penalty(steps=4), LOOSE))  # fmt: skip
-    for shift in (0.0, 0.1):
-        opt.step(losses, model, x + shift, ys)
     seen = []
 
     def watched(m, x, ys):
         seen.append(float(x[0, 0]))
         return losses(m, x, ys)
 
+    for shift in (0.0, 0.1):
+        opt.step(watched, model, x + shift, ys)
+    seen.clear()
     opt.teleport(watched, model, x + 0.2, ys)
     first = float(x[0, 0])
     assert {round(v - first, 3) for v in seen} == {0.2, 0.1, 0.0}  # two in use, one held out

@@ -1,6 +1,7 @@
 """Held-out losses that a move raised are brought back with what is left of the used batches' tolerance."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def trained(seed):
     opt = cost_mtl.COST(torch.optim.Adam(model.parameters(), lr=3e-3), model, shared=model.trunk,
                         teleporter=DenseTeleporter(), memory=3)  # fmt: skip
     for k in range(60):
-        opt.step(lambda x, ys: losses(model, x, ys), *batch(1000 * seed + k))
+        opt.step(partial(losses, model), *batch(1000 * seed + k))
     return model, opt.state_dict()
 
 
@@ -50,7 +51,7 @@ def teleported(seed, settling):
     with torch.no_grad():
         before = torch.stack(losses(model, *heldout))
         start = flat(list(model.trunk.parameters())).clone()
-        report = opt.teleport(lambda x, ys: losses(model, x, ys), *batch(1000 * seed + 60))
+        report = opt.teleport(partial(losses, model), *batch(1000 * seed + 60))
         after = torch.stack(losses(model, *heldout))
     return report, float(((after - before) / before).mean()), flat(list(model.trunk.parameters())) - start
 
