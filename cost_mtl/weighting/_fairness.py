@@ -132,6 +132,7 @@ def solve_fairness(problem: Problem, alpha: float) -> Answer:
         ridge = _newton(add_diagonal(A, max(RIDGE, 4 * len(M) * noise) * r), r, p, iteration_limit(alpha))
         stationary = stationary or _vanishes(A, r, ridge.v, 0.1 * RIDGE * DETERMINED, _Doubt(1.0, 1.0))
         v, used = ridge.v, used + ridge.iterations
+        doubt = max(doubt, _doubt(A, r, p, v, noise))
         residual = float(abs((A @ v) / (r * v**-p) - 1).max())
     if stationary:
         code = STATIONARY

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-KINDS = ("plain", "conflicting", "deficient", "proportional", "opposed", "duplicates", "vanishing sum", "near stationary")
+KINDS = (
+    "plain",
+    "conflicting",
+    "deficient",
+    "proportional",
+    "opposed",
+    "duplicates",
+    "vanishing sum",
+    "near stationary",
+)
 
 
 @dataclass(frozen=True)
@@ -65,4 +74,6 @@ def _rounded(G, noise, random):
     exact = (G.astype(np.longdouble) @ G.astype(np.longdouble).T).astype(np.float64)
     norms = np.sqrt(exact.diagonal())
     errors = random.uniform(-1, 1, exact.shape)
-    return exact + noise * np.triu(errors) * np.outer(norms, norms) + noise * np.triu(errors, 1).T * np.outer(norms, norms)
+    return (
+        exact + noise * np.triu(errors) * np.outer(norms, norms) + noise * np.triu(errors, 1).T * np.outer(norms, norms)
+    )
