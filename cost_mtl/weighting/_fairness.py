@@ -66,7 +66,10 @@ def _newton(A: Array, r: Array, p: float, iterations: int) -> _Iterate:
     best = _Iterate(v, math.inf, 0)
     for k in range(iterations + 1):
         Av, target = A @ v, r * v**-p
-        residual = float((abs(Av - target) / np.maximum(target, sizes @ v)).max())
+        gap = abs(Av - target)
+        residual = float((gap / target).max())
+        if residual > _ACCURATE:
+            residual = float((gap / np.maximum(target, sizes @ v)).max())
         if residual < best.residual:  # False for NaN
             best = _Iterate(v, residual, k)
         if k == iterations or _finished(best, residual, k, v, Av, r):
