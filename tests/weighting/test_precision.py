@@ -173,6 +173,30 @@ def test_a_small_alpha_with_norms_far_apart_is_solved(alpha, ratio):
         assert float(solution.weights[0]) == pytest.approx(0.3 * ratio * w, rel=1e-3)
 
 
+def test_where_nothing_decides_between_two_tasks_no_weights_are_promised():
+    # Two equal tasks in conflict with a long one: alpha = 0.05 leaves their rates at 1e-26 of the terms, and how they
+    # share one weight is up to that. Their sum, and the direction, are those of the one task.
+    one = gramian(np.array([[1.0, 0.0], [-30.0, 95.0]]))
+    G = np.array([[1.0, 0.0], [1.0, 0.0], [-30.0, 95.0]])
+    solution = FairGrad(0.05).solve(gramian(G))
+    assert solution.report.status == "not_converged"
+    w, expected = solution.weights, FairGrad(0.05).solve(one)
+    assert expected.report.status == "converged"
+    assert float(w[:2].sum()) == pytest.approx(float(expected.weights[0]), rel=0.05)
+    assert (w > 0).all()
+
+
+@pytest.mark.parametrize(("angle", "status"), [(3e-3, "converged"), (1e-3, "stationary"), (1e-8, "stationary")])
+def test_the_largest_least_rate_is_promised_down_to_a_millionth(angle, status):
+    # Unit gradients at the angle pi - angle: the shortest combination has the squared norm angle^2 / 4.
+    G = np.array([[1.0, 0.0], [-math.cos(angle), math.sin(angle)]])
+    solution = FairGrad(math.inf).solve(gramian(G))
+    assert solution.report.status == status
+    rate = min(1.0, angle**2 / 4 / 1e-6)
+    torch.testing.assert_close(gramian(G) @ solution.weights, torch.full((2,), rate).double(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(solution.weights / solution.weights.sum(), torch.full((2,), 0.5).double())
+
+
 def test_cancelling_gradients_that_are_too_long_to_be_the_shortest_combination_by_these_digits():
     # Three that cancel, 1e9 times as long as a fourth: the least norm is 0, though the fourth alone looks shortest.
     triangle = 1e9 * np.array([[1.0, 0, 0], [-0.5, 0.75**0.5, 0], [-0.5, -(0.75**0.5), 0]])
