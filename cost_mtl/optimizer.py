@@ -92,7 +92,7 @@ class COST(OptimizerWrapper):
     3. M = G G^T [K, K]; is all of it finite?
     4. trigger(M), only where the schedule allows a teleport
     5. if so, the teleporter's move, verified, or every bit as before; then losses, G, M at the new point
-    6. w = weighting(M)
+    6. w = weighting(M), on the host; M is computed again in float64 where the weights depend on digits it does not have
     7. ``.grad`` = G^T w for the shared parameters, their own tasks' gradients for the others
     8. after a teleport: HTR edits the base optimizer's history of the shared parameters
     9. base.step()
@@ -444,7 +444,7 @@ class COST(OptimizerWrapper):
         if weighed.parameter_grads and not self._weighting_checked:
             self._weighting_checked = True
             warn_about_weighting([p for p, _ in weighed.parameter_grads], self.base)
-        weighed = replace(weighed, weights=weighed.weights.to(M.device, M.dtype))
+        weighed = replace(weighed, weights=weighed.weights.to(M.device, M.dtype, non_blocking=True))
         if self.every > 1:
             fresh = {now.names[i]: w for i, w in enumerate(weighed.weights.tolist()) if i in rows}
             self.progress.weights = (self.progress.weights or {}) | fresh

@@ -66,7 +66,10 @@ def _newton(A: Array, r: Array, p: float, iterations: int) -> _Iterate:
     best = _Iterate(v, math.inf, 0)
     for k in range(iterations + 1):
         Av, target = A @ v, r * v**-p
-        residual = float((abs(Av - target) / np.maximum(target, sizes @ v)).max())
+        gap = abs(Av - target)
+        residual = float((gap / target).max())
+        if residual > _ACCURATE:
+            residual = float((gap / np.maximum(target, sizes @ v)).max())
         if residual < best.residual:  # False for NaN
             best = _Iterate(v, residual, k)
         if k == iterations or _finished(best, residual, k, v, Av, r):
@@ -132,6 +135,7 @@ def solve_fairness(problem: Problem, alpha: float) -> Answer:
         ridge = _newton(add_diagonal(A, max(RIDGE, 4 * len(M) * noise) * r), r, p, iteration_limit(alpha))
         stationary = stationary or _vanishes(A, r, ridge.v, 0.1 * RIDGE * DETERMINED, _Doubt(1.0, 1.0))
         v, used = ridge.v, used + ridge.iterations
+        doubt = max(doubt, _doubt(A, r, p, v, noise))
         residual = float(abs((A @ v) / (r * v**-p) - 1).max())
     if stationary:
         code = STATIONARY

@@ -80,8 +80,11 @@ class Problem:
 
 
 def _is_semidefinite(C: Array) -> bool:
+    rounding = 4 * len(C) * EPS
+    if len(C) <= 2:  # nothing, 1, or one cosine: this is faster
+        return bool((abs(C) <= 1 + rounding).all())
     try:
-        np.linalg.cholesky(add_diagonal(C, 4 * len(C) * EPS))
+        np.linalg.cholesky(add_diagonal(C, rounding))
     except np.linalg.LinAlgError:
         return False
     return True
@@ -151,7 +154,8 @@ class SolvedWeighting:
             answer = self._method(problem) if len(problem) else Answer(self._weight_of_nothing(len(M)))
             w = self._scaled(answer.weights, problem)
             if gramian.dtype == torch.float32 and self._keeps_rates:
-                w = round_to_float32(np.minimum(w, np.finfo(np.float32).max), M)
+                kind = np.finfo(np.float32)
+                w = round_to_float32(np.where(w > 0, np.clip(w, kind.smallest_subnormal, kind.max), w), M)
         report = SolverReport(answer.iterations, float(answer.residual), answer.code, float(answer.rounding))
         return Solution(as_tensor(torch.from_numpy(np.ascontiguousarray(w)), gramian), report)
 

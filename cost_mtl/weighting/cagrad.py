@@ -42,9 +42,12 @@ class CAGrad(SolvedWeighting):
     absolute epsilon: scaling the losses by 1e-8 or 1e8 scales d and leaves w as it is. ||d|| >= (1 - c) ||g_0||; c = 0
     is the mean gradient; for c -> infinity d points along MGDA's.
 
-    Where the gradients can be combined to zero and c >= 1, the maximum is 0 and reached by many d. The answer is then
-    one that no task objects to, the nearest to g_0 up to 1e-4 of its length (a few percent with norms spread over 1e3),
-    and the status "stationary". The same status with d = g_0 stands for g_0 = 0 up to rounding.
+    Status "stationary", up to what M's digits determine to 1 %:
+
+    - g_0 = 0: then d = g_0.
+    - c >= 1 and the gradients can be combined to zero: the maximum is 0 and reached by many d. The answer is one that
+      no task objects to, the nearest to g_0 up to 1e-4 of its length (a few percent with norms spread over 1e3).
+    - d = 0 (c >= 1): what is left of d is rounding.
 
     Differs from the official code, which stops SciPy's SLSQP at its default tolerance and adds 1e-8 to the norms. A
     task with a zero gradient takes part in g_0 but not in the minimum.

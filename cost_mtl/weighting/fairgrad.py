@@ -27,27 +27,31 @@ class FairGrad(SolvedWeighting):
     _fairness.py). M -> s M gives w -> s^(-alpha / (1 + alpha)) w.
 
     Near a Pareto-stationary point (a convex combination of the gradients vanishes) no finite solution exists, or none
-    that M's digits determine. The weights are then those of M + 1e-6 diag(M) and the status is "stationary".
-    Status "not_converged": the residual stayed above 1e-6. That is rounding: where a task's large gradient conflicts
-    with many small ones, (M w)_i is a small difference of large terms, and the digits of w itself leave a residual of
-    eps sum_j |M_ij| w_j / (M w)_i.
+    that M's digits determine to 1 %. The weights are then those of M + ridge diag(M), ridge = 1e-6 or 4 K times M's
+    rounding error where that is more, and the status is "stationary". For alpha >= 1 they are bounded: sum_i M_ii w_i^2
+    is at most ridge^(-2 alpha / (1 + alpha)) times what it would be if each task were alone.
+
+    With alpha < 1 or norms spread over many decades a rate (M w)_i can be smaller than the rounding of its terms
+    although the weights are known to many digits. The residual is then taken relative to that rounding, 1e-9 K of the
+    terms. Status "not_converged": the residual stayed above 1e-6, or M's rounding errors may change a weight by more
+    than 1 % (equal tasks with small alpha, say, between which nothing decides).
 
     Hand in float64, as ``COST`` does: the weights come back in M's dtype, and the report's residual is that of the
-    float64 weights before they are rounded to it. Where plain rounding to float32 would spoil the equation, the host
-    looks for digits that do not (see _rounding.py; not on a GPU, where nothing may be looked at): on the Gramians of
-    benchmarks/weightings.py, K = 2 to 100, float32 weights keep the residual below 1e-4 in all 45 cases for alpha = 1
-    and in 43 for alpha = 2 (conflicting gradients with norms over 1e6, K = 40 and 100: 1.4e-4 and 2.1e-4). Other alphas
-    amplify rounding more: for 0.5 and 5 it is above 1e-4 in 17 cases of 90, all with norms spread over 1e6 or more.
-    Half precision has three or four digits anyway.
+    float64 weights before they are rounded to it. Where plain rounding to float32 would spoil the equation, digits that
+    do not are looked for (see _rounding.py): on the Gramians of benchmarks/weightings.py, K = 2 to 100, float32 weights
+    keep the residual below 1e-4 in all 45 cases for alpha = 1 and in 43 for alpha = 2 (conflicting gradients with norms
+    over 1e6, K = 40 and 100: 1.4e-4 and 2.1e-4). Other alphas amplify rounding more: for 0.5 and 5 it is above 1e-4 in
+    17 cases of 90, all with norms spread over 1e6 or more. Half precision has three or four digits anyway.
 
     A task with a zero gradient (no labels in this batch) gets the mean weight of the others, which are solved as if it
     were absent; if all gradients are zero, the weights are ones.
 
     Args:
         alpha: 1: proportional fairness, Nash-MTL's equation; 2 (default): the authors' scripts. 0: linear
-            scalarisation, all ones, the limit. ``math.inf``: max-min fairness, M w >= 1 with equality where w_i > 0,
-            which is MGDA's direction over its squared norm. Otherwise 0.05 to 20, beyond which float64 cannot tell the
-            weights from those limits.
+            scalarisation, all ones, the limit. ``math.inf``: max-min fairness, M w >= 1 with equality where w_i > 0
+            (to the rounding of the terms), which is MGDA's direction over its squared norm; a squared norm below 1e-6
+            of the shortest gradient's counts as that and as stationary. Otherwise 0.05 to 20, beyond which float64
+            cannot tell the weights from those limits.
         scale: ``"raw"`` (default): the solution itself; ``"tasks"``: times K; ``"sum"``, ``"mean"``: weights that sum
             to K or to 1.
         max_norm: bound on ||G^T w||, applied after ``scale``; None (default) for none. It is the clipping of the shared

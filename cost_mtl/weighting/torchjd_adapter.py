@@ -147,7 +147,10 @@ class TorchJDWeighting:
         self.weighting.reset()  # type: ignore[operator]
         blank = _fields(self.weighting)
         if not fresh:
-            _restore(self.weighting, {key: _copied(value) for key, value in state["memory"].items()})
+            # A checkpoint may have been loaded onto a GPU; M, which the memory meets, is where it is.
+            memory = {key: _copied(value) for key, value in state["memory"].items()}
+            on_device = {k: v.to(gramian.device) if isinstance(v, Tensor) else v for k, v in memory.items()}
+            _restore(self.weighting, on_device)
         weights = checked_weights(self.weighting(gramian), gramian, name)
         memory = {k: _copied(v) for k, v in _fields(self.weighting).items() if v is not blank.get(k)}
         return Weighed(weights, {"num_tasks": gramian.shape[0], "memory": memory})

@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_mtl.base import SolvingWeighting, Weighting
 from cost_mtl.weighting import NGDiff
@@ -135,6 +136,25 @@ def test_solve_reports_on_what_call_returns(weighting):
     assert torch.equal(solution.weights, weighting(M))
     assert solution.report.status == "converged"
     assert 0 <= solution.report.residual < 1e-9
+
+
+class Counting(TorchDispatchMode):
+    """Counts torch's operations: on a GPU each is a launch or a copy."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@solving
+@pytest.mark.parametrize("K", [2, 40])
+def test_a_solve_is_a_copy_to_the_host_and_one_back(weighting, K):
+    M = gramian(gradients(K)["conflicting"], torch.float32)
+    with Counting() as operations:
+        weighting(M)
+    assert operations.count <= 12
 
 
 @solving

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import optimize
 
 from cost_mtl.weighting import IMTLG, MGDA, FairGrad
 from tests.weighting.cases import SOLVABLE, gradients, gramian, random_gradients
@@ -109,6 +110,76 @@ def test_imtl_says_when_no_direction_has_equal_projections():
     assert solution.report.status == "stationary"
     assert torch.isfinite(solution.weights).all()
     assert 1 - 1e-12 <= float(solution.weights.abs().sum()) < 1e10
+
+
+NO_CONFLICT = np.array([[1.1, 46.8, -5.7], [1.8, 6.9, 1.9], [22.8, 17.6, 44.3]])
+"""Cosines 0.90, 0.24 and 0.63, and yet the weights of equal projections have a negative sum."""
+
+
+@pytest.mark.parametrize("settings", [{}, {"scale": "mean"}, {"scale": "sum"}, {"scale": "tasks"}, {"max_norm": 0.1}])
+def test_imtl_lowers_every_loss_whatever_the_sign_of_the_sum(settings):
+    weighting = IMTLG(**settings)
+    random = np.random.default_rng(0)
+    cases = [random.standard_normal((4, 4)) * 10 ** random.uniform(-1, 1, (4, 1)) for _ in range(60)]
+    negative = 0
+    for G in (NO_CONFLICT, *cases):
+        solution = weighting.solve(gramian(G))
+        w = solution.weights.numpy()
+        assert solution.report.status == "converged"
+        projections = G @ (w @ G) / np.linalg.norm(G, axis=1)
+        np.testing.assert_allclose(projections, projections[0], rtol=1e-6)
+        assert projections[0] > 0
+        negative += w.sum() < 0
+        if "max_norm" not in settings:
+            assert abs(w.sum()) == pytest.approx(len(G) if settings.get("scale") in ("sum", "tasks") else 1)
+    assert negative > 3
+
+
+@pytest.mark.parametrize("scale", ["raw", "mean", "sum", "tasks"])
+@pytest.mark.parametrize("G", [NO_CONFLICT, random_gradients(3, seed=2)], ids=["negative sum", "positive sum"])
+def test_imtl_leaves_a_task_without_gradient_its_share(G, scale):
+    factor = 5 if scale in ("sum", "tasks") else 1
+    alone = IMTLG()(gramian(G)).numpy()
+    w = IMTLG(scale=scale)(gramian(np.insert(G, [1, 3], 0.0, axis=0))).numpy() / factor
+    np.testing.assert_allclose(w[[1, 4]], 1 / 5)
+    np.testing.assert_allclose(w[[0, 2, 3]], alone * 3 / 5, rtol=1e-9)
+    assert abs(w[[0, 2, 3]].sum()) == pytest.approx(3 / 5)
+
+
+@pytest.mark.parametrize("scale", ["raw", "mean", "sum", "tasks"])
+def test_imtl_weights_that_cancel_in_their_sum_stay_bounded(scale):
+    # One v_i has the other sign; its gradient gets the length with which the weights v_i / ||g_i|| add up to 0.
+    unit = NO_CONFLICT / np.linalg.norm(NO_CONFLICT, axis=1, keepdims=True)
+    v = np.linalg.solve(unit @ unit.T, np.ones(3))
+    odd = int(v.argmin())
+    lengths = np.ones(3)
+    lengths[odd] = -v[odd] / np.delete(v, odd).sum()
+    assert lengths[odd] > 0
+    solution = IMTLG(scale=scale).solve(gramian(unit * lengths[:, None]))
+    assert solution.report.status == "stationary"
+    factor = 3 if scale in ("sum", "tasks") else 1
+    assert float(solution.weights.abs().sum()) == pytest.approx(factor, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["raw", "mean", "sum", "tasks"])
+@pytest.mark.parametrize("family", SOLVABLE)
+def test_mgda_scale(family, scale):
+    G = np.insert(gradients(5)[family], 2, 0.0, axis=0)
+    w = MGDA(scale=scale)(gramian(G))
+    assert float(w.sum()) == pytest.approx(6 if scale in ("sum", "tasks") else 1, rel=1e-12)
+    assert w[2] == 0
+
+
+def test_mgda_agrees_with_non_negative_least_squares():
+    for seed in range(60):
+        random = np.random.default_rng(seed)
+        K = int(random.integers(2, 20))
+        G = random.standard_normal((K, K + 3)) - random.uniform(0, 1) * random.standard_normal(K + 3)
+        norms = np.linalg.norm(G, axis=1)
+        # min ||G^T x||^2 + (1^T x - s)^2: x in proportion to the weights.
+        s = norms.min()
+        x, _ = optimize.nnls(np.vstack((G.T, s * np.ones(K))), np.append(np.zeros(K + 3), s))
+        np.testing.assert_allclose(MGDA()(gramian(G)).numpy(), x / x.sum(), atol=1e-11)
 
 
 def test_imtl_scale():
