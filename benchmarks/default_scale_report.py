@@ -122,6 +122,20 @@ def ratios(results: Results, arm: Arm) -> list[str]:
     return [f"{v:.3g}" for v in (min(least), statistics.median(medians), max(largest))]
 
 
+def outside(results: Results) -> str:
+    """Runs with a step whose ||d|| is 1e3 times longer or shorter than ||g_sum||, by rule: of those that diverged, and
+    of the others. Rules without such a step have no row."""
+    counts: dict[str, list[int]] = {}
+    for (weighting, rule, _), seeds in (item for arms in results.runs.values() for item in arms.items()):
+        for run in seeds.values():
+            row = counts.setdefault(f"{weighting}, {rule}", [0, 0, 0, 0])
+            row[1 if diverged(run) else 3] += 1
+            if run["ratio"][0] < 1e-3 or run["ratio"][2] > 1e3:
+                row[0 if diverged(run) else 2] += 1
+    rows = [[name, f"{a} of {b}", f"{c} of {d}"] for name, (a, b, c, d) in counts.items() if a or c]
+    return Table(["", "diverged", "others"], rows).markdown()
+
+
 def report(records: Iterable[dict[str, Any]]) -> str:
     """All tables, as Markdown."""
     results = Results.of(records)
@@ -145,4 +159,5 @@ def report(records: Iterable[dict[str, Any]]) -> str:
             parts += [f"## {title}", summary(results, arms)]
             parts += ["Training loss, % of the sum's:", changes(results, arms, loss_change)]
             parts += ["Test metrics, mean relative change in %, higher is worse:", changes(results, arms, test_change)]
+    parts += ["## Runs with a step beyond 1e3 or below 1e-3 of the sum's", outside(results)]
     return "\n\n".join(part.strip() for part in parts)

@@ -21,6 +21,7 @@ from default_scale_rules import RULES, length, scaled
 
 import cost_mtl
 
+FAIRGRAD = cost_mtl.FairGrad(2.0)
 DOCS = Path(__file__).parents[1] / "docs" / "default_scale.md"
 
 
@@ -31,9 +32,9 @@ def gradients() -> list[Tensor]:
     return [norms[:, None] * torch.randn(4, 9, generator=g, dtype=torch.float64) for _ in range(20)]
 
 
-def direction(rule: str, G: Tensor) -> Tensor:
+def direction(rule: str, G: Tensor, weighting: Any = FAIRGRAD) -> Tensor:
     M = G @ G.T
-    return RULES[rule](M, cost_mtl.FairGrad(2.0)(M)) @ G
+    return RULES[rule](M, weighting(M)) @ G
 
 
 # ------------------------------------------------------------------------------------------------ rules
@@ -93,6 +94,24 @@ def test_project_falls_at_the_largest_rate_that_the_sum_bears():
                 x = after
     assert rises["project"] == 0
     assert rises["match"] > 0
+
+
+@pytest.mark.parametrize("weighting", [cost_mtl.FairGrad(2.0), cost_mtl.NashMTL(), cost_mtl.MGDA()])
+def test_project_comes_to_rest_on_the_pareto_front(weighting):
+    """Two quadratics that conflict, at a rate that the sum bears: the least norm of a convex combination of the task
+    gradients goes to 0. With ``match`` it does not."""
+    H = torch.diag_embed(torch.tensor([[1.0, 0.2], [0.3, 2.0]], dtype=torch.float64))
+    c = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    left = {}
+    for rule in ("project", "match"):
+        x = torch.tensor([3.0, -2.0], dtype=torch.float64)
+        for _ in range(60):
+            G = torch.einsum("kij,kj->ki", H, x - c)
+            x = x - 0.8 * direction(rule, G, weighting)
+        G = torch.einsum("kij,kj->ki", H, x - c)
+        left[rule] = float(direction("raw", G, cost_mtl.MGDA()).norm())
+    assert left["project"] < 1e-5
+    assert left["match"] > 1e-3
 
 
 def test_project_gives_nothing_for_a_direction_of_rounding():
