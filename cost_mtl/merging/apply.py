@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from cost_mtl.merging.adapter_layers import check_no_adapter
 from cost_mtl.merging.blocks import add_block, checked_factor
 from cost_mtl.merging.keys import is_statistic
 from cost_mtl.merging.source import Model, TensorSource, names_of, open_source
@@ -39,6 +40,7 @@ def apply_vector(
     if buffers != "recalibrate" and batches is not None:
         raise ValueError(f'batches: these serve buffers="recalibrate" alone, got buffers={buffers!r}')
     source = open_source(base, "base")
+    check_no_adapter(source)
     block_of = block_keys(source, vector)
     warn_about_statistics(source, vector, buffers)
     merged = {key: merged_tensor(source, key, vector, block_of, scale, buffers) for key in source.infos}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cost_mtl.merging.adapter import adapter_blocks, is_adapter
+from cost_mtl.merging.adapter_layers import check_no_adapter
 from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, subtract
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.keys import KeyPolicy, match_keys
@@ -34,6 +35,7 @@ def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Seq
     A model in memory may change or go afterwards, so with one the blocks are computed at once. With files alone they
     are computed at each access.
     """
+    check_no_adapter(base)
     if is_adapter(finetuned):
         lazy = adapter_blocks(base, finetuned, name, exclude)
         digests = BaseDigests(blocks=lazy, source=base)
@@ -41,6 +43,7 @@ def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Seq
             return Difference(dict(lazy), digests.computed())
         return Difference(lazy, digests)
     theta = open_source(finetuned, name)
+    check_no_adapter(theta)
     matched = match_keys(base, theta, keys, exclude)
     stored = dict(matched.blocks)
     lazy = LazyBlocks(_infos(base, theta, stored, matched.added), lambda key: _block(base, theta, stored, key))

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cost_mtl.merging.adapter_layers import check_no_adapter
 from cost_mtl.merging.blocks import all_finite, compute_dtype
 from cost_mtl.merging.fitting import fit
+from cost_mtl.merging.source import open_source
 from cost_mtl.merging.task_vector import TaskVector
 
 __all__ = ["MergedModel"]
@@ -48,6 +50,7 @@ class MergedModel(nn.Module, ABC):
             raise TypeError(f"model: expected a module to run, got {type(model).__name__}")
         if not vectors:
             raise ValueError("vectors: expected at least one task vector, got none")
+        check_no_adapter(open_source(model, "model"))
         # In a tuple: as an attribute the model would be a submodule, and its weights trainable parameters of this one.
         self._model = (model,)
         self._slots = _slots(model)

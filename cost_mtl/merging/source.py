@@ -7,7 +7,7 @@ hold a model that is on disk.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -66,13 +66,22 @@ class TensorSource(Protocol):
 
 
 class MappingSource:
-    """A state_dict as a source. Tied weights (two names, one memory) count once, under their first name."""
+    """A state_dict as a source. Tied weights (two names, one memory) count once, under their first name.
 
-    def __init__(self, tensors: Mapping[str, Tensor], name: str, buffers: Iterable[str] = ()) -> None:
+    Args:
+        tensors: the state_dict.
+        name: what errors call it.
+        module: the module that it is of, where there is one.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], name: str, module: nn.Module | None = None) -> None:
         self.name = name
+        self.module = module
         self.aliases: dict[str, str] = {}
         self.infos: dict[str, TensorInfo] = {}
-        self.buffers = frozenset(buffers)
+        self.buffers = (
+            frozenset(key for key, _ in module.named_buffers(remove_duplicate=False)) if module else frozenset()
+        )
         self._tensors: dict[str, Tensor] = {}
         seen: dict[tuple[object, ...], str] = {}
         for key, tensor in tensors.items():
@@ -134,8 +143,7 @@ def open_source(model: Model | TensorSource, name: str) -> TensorSource:
         FileNotFoundError, ValueError: the file or one of its shards is missing or not readable.
     """
     if isinstance(model, nn.Module):
-        buffers = [key for key, _ in model.named_buffers(remove_duplicate=False)]
-        return MappingSource(model.state_dict(), name, buffers)
+        return MappingSource(model.state_dict(), name, model)
     if isinstance(model, Mapping):
         return MappingSource(model, name)
     if isinstance(model, str | os.PathLike):
