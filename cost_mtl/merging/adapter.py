@@ -30,7 +30,7 @@ from cost_mtl.merging.blocks import LazyBlocks, all_finite, compute_dtype, subtr
 from cost_mtl.merging.keys import is_statistic
 from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, names_of
 
-__all__ = ["adapter_blocks", "is_adapter"]
+__all__ = ["adapter_blocks", "adapter_origins", "is_adapter"]
 
 _PREFIX = "base_model.model."
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
@@ -75,6 +75,15 @@ def is_adapter(model: object) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+def adapter_origins(adapter: Any) -> frozenset[Path]:
+    """The folders that an adapter is read from, and the one of the base that it was trained on, where it is local."""
+    if not isinstance(adapter, str | os.PathLike):
+        return frozenset()
+    base = _read_config(adapter, "finetuned").base_model_name_or_path
+    local = [Path(base).absolute()] if isinstance(base, str) and base and Path(base).exists() else []
+    return frozenset([Path(adapter).absolute(), *local])
+
+
 def adapter_blocks(base: TensorSource, adapter: Any, name: str, exclude: Sequence[str] = ()) -> LazyBlocks:
     """The task vector's blocks of an adapter, computed at each access.
 
@@ -110,14 +119,9 @@ def adapter_blocks(base: TensorSource, adapter: Any, name: str, exclude: Sequenc
 
 def _open(adapter: Any, name: str) -> _Opened:
     if isinstance(adapter, str | os.PathLike):
-        from peft import PeftConfig  # heavy, and only adapters need it
-
         from cost_mtl.merging.checkpoint import CheckpointSource
 
-        try:
-            config = PeftConfig.from_pretrained(str(adapter))
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{name}: {Path(adapter) / 'adapter_config.json'} is not readable ({error!r})") from error
+        config = _read_config(adapter, name)
         _check_config(config, name)
         return _Opened(config, CheckpointSource(Path(adapter) / "adapter_model.safetensors", name))
     from peft import get_peft_model_state_dict
@@ -134,6 +138,16 @@ def _open(adapter: Any, name: str) -> _Opened:
     model = adapter.get_base_model()
     ties = [frozenset(_plain(key) for key in tie) for tie in tied_names(model)]
     return _Opened(config, MappingSource(state, name), layers, [tie for tie in ties if len(tie) > 1])
+
+
+def _read_config(folder: str | os.PathLike[str], name: str) -> Any:
+    """The configuration of an adapter's folder."""
+    from peft import PeftConfig  # heavy, and only adapters need it
+
+    try:
+        return PeftConfig.from_pretrained(str(folder))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: {Path(folder) / 'adapter_config.json'} is not readable ({error!r})") from error
 
 
 def _check_trained(adapter: nn.Module, state: Iterable[Tensor], name: str) -> None:

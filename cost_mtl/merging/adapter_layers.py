@@ -46,13 +46,13 @@ def live_layers(adapter: Any, active: str, name: str) -> dict[str, LayerFacts]:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     facts: dict[str, LayerFacts] = {}
-    module: Any  # peft's layers declare few of their attributes
-    for key, module in adapter.base_model.model.named_modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+    for key, layer in adapter.base_model.model.named_modules():
+        module: Any = layer  # peft's layers declare few of their attributes
+        if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper):
             _check_state(module, key, active, name)
-        if not isinstance(module, BaseTunerLayer) or active not in getattr(module, "scaling", {active: 1}):
+        if not isinstance(layer, BaseTunerLayer) or active not in getattr(module, "scaling", {active: 1}):
             continue
-        if not (type(module) in (lora.Linear, lora.Embedding) or isinstance(module, lora._ConvNd)):
+        if not (type(module) in (lora.Linear, lora.Embedding) or isinstance(layer, lora._ConvNd)):
             raise ValueError(
                 f"{name}: the adapter's layer {key!r} is a {type(module).__name__} of peft, whose change is not "
                 f"s·B·A: {WHAT_TO_DO}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_mtl.merging.adapter_layers import check_no_adapter
-from cost_mtl.merging.blocks import add_block, checked_factor
+from cost_mtl.merging.blocks import add_block, checked_factor, converted
 from cost_mtl.merging.keys import is_statistic
 from cost_mtl.merging.source import Model, TensorSource, names_of, open_source
 from cost_mtl.merging.statistics import (
@@ -46,7 +46,7 @@ def apply_vector(
     merged = {key: merged_tensor(source, key, vector, block_of, scale, buffers) for key in source.infos}
     for key, dtype in vector.added.items():
         if key not in source.infos:
-            merged[key] = (vector.blocks[key] * scale).to(dtype)
+            merged[key] = converted(vector.blocks[key] * scale, dtype, repr(key))
     if not isinstance(base, nn.Module):
         return _state_dict(base, source, merged)
     unknown = [key for key in vector.added if key not in source.infos]
@@ -95,7 +95,7 @@ def merged_tensor(
         return add_block(value, vector.blocks[block_of[key]], scale, repr(key), dtype)
     if buffers == "average" and is_statistic(key):
         return average_statistics(key, value, vector.statistics)
-    return value.to(dtype or value.dtype, copy=True)
+    return converted(value, dtype or value.dtype, repr(key))
 
 
 def warn_about_statistics(source: TensorSource, vector: TaskVector, buffers: BufferPolicy) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cost_mtl.merging.adapter import adapter_blocks, is_adapter
+from cost_mtl.merging.adapter import adapter_blocks, adapter_origins, is_adapter
 from cost_mtl.merging.adapter_layers import check_no_adapter
 from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, subtract
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.keys import KeyPolicy, match_keys
-from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, open_source
+from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, open_source, origins_of
 
 __all__ = ["Difference", "difference"]
 
@@ -27,6 +28,7 @@ class Difference:
     digests: BaseDigests
     added: Mapping[str, torch.dtype] = field(default_factory=dict)
     statistics: tuple[Mapping[str, Tensor], ...] = ()
+    origins: frozenset[Path] = frozenset()
 
 
 def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Sequence[str], name: str) -> Difference:
@@ -39,9 +41,10 @@ def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Seq
     if is_adapter(finetuned):
         lazy = adapter_blocks(base, finetuned, name, exclude)
         digests = BaseDigests(blocks=lazy, source=base)
+        origins = origins_of(base) | adapter_origins(finetuned)
         if isinstance(base, MappingSource):
-            return Difference(dict(lazy), digests.computed())
-        return Difference(lazy, digests)
+            return Difference(dict(lazy), digests.computed(), origins=origins)
+        return Difference(lazy, digests, origins=origins)
     theta = open_source(finetuned, name)
     check_no_adapter(theta)
     matched = match_keys(base, theta, keys, exclude)
@@ -50,9 +53,10 @@ def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Seq
     digests = BaseDigests(blocks=stored, source=base)
     added = {key: theta.infos[key].dtype for key in matched.added}
     statistics = ({key: theta.read(other).clone() for key, other in matched.statistics},) if matched.statistics else ()
+    origins = origins_of(base) | origins_of(theta)
     if isinstance(base, MappingSource) or isinstance(theta, MappingSource):
-        return Difference(dict(lazy), digests.computed(), added, statistics)
-    return Difference(lazy, digests, added, statistics)
+        return Difference(dict(lazy), digests.computed(), added, statistics, origins)
+    return Difference(lazy, digests, added, statistics, origins)
 
 
 def _infos(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MappingSource", "Model", "TensorInfo", "TensorSource", "names_of", "open_source"]
+__all__ = ["MappingSource", "Model", "TensorInfo", "TensorSource", "names_of", "open_source", "origins_of"]
 
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 """A module, a state_dict, or the path of a safetensors file, of a checkpoint's index or of a checkpoint's folder."""
@@ -124,6 +125,11 @@ def _memory(tensor: Tensor) -> tuple[object, ...]:
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
     return (tuple(tensor.shape), tensor.stride())
+
+
+def origins_of(source: TensorSource) -> frozenset[Path]:
+    """Files and folders that a source reads, which must not be overwritten; none for a model in memory."""
+    return frozenset(getattr(source, "origins", ()))
 
 
 def names_of(source: TensorSource, key: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -50,12 +51,14 @@ class TaskVector:
         added: blocks that the base lacks, with the fine-tuned model's dtype (``keys="union"`` only).
         base_digests: block -> digest of the base's values; from files computed, and kept, when first asked for.
         statistics: BatchNorm's running statistics of every fine-tuned model that went in; no part of the arithmetic.
+        origins: files and folders that were read for it, which :meth:`save` and merges never overwrite.
     """
 
     blocks: Mapping[str, Tensor]
     added: Mapping[str, torch.dtype]
     base_digests: BaseDigests
     statistics: tuple[Mapping[str, Tensor], ...]
+    origins: frozenset[Path]
 
     __array_ufunc__ = None  # NumPy scalars leave ``scalar * vector`` to __rmul__
 
@@ -70,7 +73,7 @@ class TaskVector:
     ) -> None:
         parts = difference(open_source(base, "base"), finetuned, keys, exclude, name)
         self.blocks, self.added, self.statistics = parts.blocks, parts.added, parts.statistics
-        self.base_digests = parts.digests
+        self.base_digests, self.origins = parts.digests, parts.origins
 
     @classmethod
     def from_blocks(
@@ -81,13 +84,15 @@ class TaskVector:
         added: Mapping[str, torch.dtype] | None = None,
         base_digests: BaseDigests | None = None,
         statistics: tuple[Mapping[str, Tensor], ...] = (),
+        origins: frozenset[Path] = frozenset(),
     ) -> TaskVector:
         """A vector from its blocks.
 
         Args:
             blocks: block -> tensor; not copied.
-            like: a vector of the same base, whose ``added``, ``base_digests`` and ``statistics`` are taken over.
-            added, base_digests, statistics: these, where no ``like`` is given.
+            like: a vector of the same base, whose ``added``, ``base_digests``, ``statistics`` and ``origins`` are taken
+                over.
+            added, base_digests, statistics, origins: these, where no ``like`` is given.
         """
         if not blocks:
             raise ValueError("blocks: expected at least one block, got none")
@@ -96,6 +101,7 @@ class TaskVector:
         vector.added = dict(like.added if like else added or {})
         vector.base_digests = like.base_digests if like else base_digests or BaseDigests()
         vector.statistics = like.statistics if like else statistics
+        vector.origins = like.origins if like else origins
         return vector
 
     @property
@@ -105,7 +111,7 @@ class TaskVector:
 
     def without_base(self) -> TaskVector:
         """The same vector without the memory of its base, for arithmetic across bases on purpose."""
-        return TaskVector.from_blocks(self.blocks, added=self.added, statistics=self.statistics)
+        return TaskVector.from_blocks(self.blocks, added=self.added, statistics=self.statistics, origins=self.origins)
 
     # -------------------------------------------------------------------------------------------- arithmetic
 
@@ -279,12 +285,15 @@ def combine(vectors: Sequence[TaskVector], weights: Sequence[float]) -> TaskVect
     base_digests = BaseDigests.merged([vector.base_digests for vector in vectors])
     added = {block: dtype for vector in vectors for block, dtype in vector.added.items()}
     statistics = tuple(entry for vector in vectors for entry in vector.statistics)
+    origins = frozenset(path for vector in vectors for path in vector.origins)
     blocks: Mapping[str, Tensor]
     if any(isinstance(vector.blocks, LazyBlocks) for vector in vectors):
         blocks = LazyBlocks({block: _result_info(block, holding) for block, holding in holders.items()}, compute)
     else:
         blocks = {block: compute(block) for block in holders}
-    return TaskVector.from_blocks(blocks, added=added, base_digests=base_digests, statistics=statistics)
+    return TaskVector.from_blocks(
+        blocks, added=added, base_digests=base_digests, statistics=statistics, origins=origins
+    )
 
 
 def _result_info(block: str, holding: Sequence[tuple[float, TaskVector]]) -> TensorInfo:
