@@ -27,6 +27,7 @@ from cost_mtl.merging.adapter_layers import (
 )
 from cost_mtl.merging.architecture import read_architecture, submodule, tied_names
 from cost_mtl.merging.blocks import LazyBlocks, all_finite, compute_dtype, subtract
+from cost_mtl.merging.checkpoint import CheckpointSource
 from cost_mtl.merging.keys import is_statistic
 from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, names_of
 
@@ -119,8 +120,6 @@ def adapter_blocks(base: TensorSource, adapter: Any, name: str, exclude: Sequenc
 
 def _open(adapter: Any, name: str) -> _Opened:
     if isinstance(adapter, str | os.PathLike):
-        from cost_mtl.merging.checkpoint import CheckpointSource
-
         config = _read_config(adapter, name)
         _check_config(config, name)
         return _Opened(config, CheckpointSource(Path(adapter) / "adapter_model.safetensors", name))

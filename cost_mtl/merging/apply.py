@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from cost_mtl.merging.adapter_layers import check_no_adapter
 from cost_mtl.merging.blocks import add_block, checked_factor, converted
 from cost_mtl.merging.keys import is_statistic
-from cost_mtl.merging.source import Model, TensorSource, names_of, open_source
+from cost_mtl.merging.opening import open_source
+from cost_mtl.merging.source import Model, TensorSource, names_of
 from cost_mtl.merging.statistics import (
     BufferPolicy,
     average_statistics,

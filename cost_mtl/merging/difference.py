@@ -15,7 +15,8 @@ from cost_mtl.merging.adapter_layers import check_no_adapter
 from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, subtract
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.keys import KeyPolicy, match_keys
-from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, open_source, origins_of
+from cost_mtl.merging.opening import open_source
+from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, origins_of
 
 __all__ = ["Difference", "difference"]
 

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from cost_mtl.merging.adapter_layers import check_no_adapter
 from cost_mtl.merging.blocks import all_finite, compute_dtype
 from cost_mtl.merging.fitting import fit
-from cost_mtl.merging.source import open_source
+from cost_mtl.merging.opening import open_source
 from cost_mtl.merging.task_vector import TaskVector
 
 __all__ = ["MergedModel"]

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MappingSource", "Model", "TensorInfo", "TensorSource", "names_of", "open_source", "origins_of"]
+__all__ = ["MappingSource", "Model", "TensorInfo", "TensorSource", "names_of", "origins_of"]
 
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 """A module, a state_dict, or the path of a safetensors file, of a checkpoint's index or of a checkpoint's folder."""
@@ -135,27 +135,3 @@ def origins_of(source: TensorSource) -> frozenset[Path]:
 def names_of(source: TensorSource, key: str) -> list[str]:
     """All names of a stored tensor, its own first."""
     return [key, *(alias for alias, target in source.aliases.items() if target == key)]
-
-
-def open_source(model: Model | TensorSource, name: str) -> TensorSource:
-    """Opens a model for reading.
-
-    Args:
-        model: see :data:`Model`.
-        name: what errors call it.
-
-    Raises:
-        TypeError: it is none of these, or the state_dict holds something else than dense tensors.
-        FileNotFoundError, ValueError: the file or one of its shards is missing or not readable.
-    """
-    if isinstance(model, nn.Module):
-        return MappingSource(model.state_dict(), name, model)
-    if isinstance(model, Mapping):
-        return MappingSource(model, name)
-    if isinstance(model, str | os.PathLike):
-        from cost_mtl.merging.checkpoint import CheckpointSource  # here, since that module builds on this one
-
-        return CheckpointSource(model, name)
-    if isinstance(model, TensorSource):
-        return model
-    raise TypeError(f"{name}: expected a module, a state_dict or a path, got {type(model).__name__}")

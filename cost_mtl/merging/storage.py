@@ -16,7 +16,8 @@ from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, converted, shape_
 from cost_mtl.merging.checkpoint import INDEX_SUFFIX, VECTOR_KIND, CheckpointSource, ShardFile
 from cost_mtl.merging.destination import Destination
 from cost_mtl.merging.fingerprint import BaseDigests, check_base
-from cost_mtl.merging.source import Model, TensorInfo, open_source
+from cost_mtl.merging.opening import open_source
+from cost_mtl.merging.source import Model, TensorInfo
 from cost_mtl.merging.writer import CODES, write_safetensors
 
 if TYPE_CHECKING:

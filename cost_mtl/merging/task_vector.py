@@ -16,7 +16,8 @@ from cost_mtl.merging.blocks import LazyBlocks, checked_factor, compute_dtype, d
 from cost_mtl.merging.difference import difference
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.keys import KeyPolicy
-from cost_mtl.merging.source import Model, TensorInfo, TensorSource, open_source
+from cost_mtl.merging.opening import open_source
+from cost_mtl.merging.source import Model, TensorInfo, TensorSource
 from cost_mtl.merging.statistics import BufferPolicy
 
 __all__ = ["TaskVector", "combine", "gram"]
