@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,26 +11,16 @@ from torch import Tensor
 from cost_mtl.merging.adapter import adapter_blocks, adapter_origins, is_adapter
 from cost_mtl.merging.adapter_layers import check_no_adapter
 from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, subtract
+from cost_mtl.merging.fields import VectorFields
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.keys import KeyPolicy, match_keys
 from cost_mtl.merging.opening import open_source
 from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, origins_of
 
-__all__ = ["Difference", "difference"]
+__all__ = ["difference"]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The fields of a :class:`cost_mtl.merging.TaskVector`."""
-
-    blocks: Mapping[str, Tensor]
-    digests: BaseDigests
-    added: Mapping[str, torch.dtype] = field(default_factory=dict)
-    statistics: tuple[Mapping[str, Tensor], ...] = ()
-    origins: frozenset[Path] = frozenset()
-
-
-def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Sequence[str], name: str) -> Difference:
+def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Sequence[str], name: str) -> VectorFields:
     """The difference of two models, or of an adapter; arguments and errors as of TaskVector.
 
     A model in memory may change or go afterwards, so with one the blocks are computed at once. With files alone they
@@ -44,8 +32,8 @@ def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Seq
         digests = BaseDigests(blocks=lazy, source=base)
         origins = origins_of(base) | adapter_origins(finetuned)
         if isinstance(base, MappingSource):
-            return Difference(dict(lazy), digests.computed(), origins=origins)
-        return Difference(lazy, digests, origins=origins)
+            return VectorFields(dict(lazy), digests.computed(), origins=origins)
+        return VectorFields(lazy, digests, origins=origins)
     theta = open_source(finetuned, name)
     check_no_adapter(theta)
     matched = match_keys(base, theta, keys, exclude)
@@ -56,8 +44,8 @@ def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Seq
     statistics = ({key: theta.read(other).clone() for key, other in matched.statistics},) if matched.statistics else ()
     origins = origins_of(base) | origins_of(theta)
     if isinstance(base, MappingSource) or isinstance(theta, MappingSource):
-        return Difference(dict(lazy), digests.computed(), added, statistics, origins)
-    return Difference(lazy, digests, added, statistics, origins)
+        return VectorFields(dict(lazy), digests.computed(), added, statistics, origins)
+    return VectorFields(lazy, digests, added, statistics, origins)
 
 
 def _infos(

@@ -21,7 +21,7 @@ from cost_mtl.merging.destination import Destination
 from cost_mtl.merging.keys import KeyPolicy, is_statistic
 from cost_mtl.merging.source import TensorInfo
 from cost_mtl.merging.statistics import BufferPolicy, check_policy
-from cost_mtl.merging.storage import is_saved_vector, load_vector, write_checkpoint
+from cost_mtl.merging.storage import is_saved_vector, write_checkpoint
 from cost_mtl.merging.task_vector import TaskVector
 
 __all__ = ["merge_checkpoint", "open_vectors"]
@@ -41,7 +41,7 @@ def open_vectors(
     if not models:
         raise ValueError("models: expected at least one model, got none")
     return [
-        load_vector(path, base=base.path).select(lambda block: not any(fnmatchcase(block, p) for p in exclude))
+        TaskVector.load(path, base=base.path).select(lambda block: not any(fnmatchcase(block, p) for p in exclude))
         if is_saved_vector(path)
         else TaskVector(base, path, keys=keys, exclude=exclude, name=f"models[{number}] ({Path(path).name})")
         for number, path in enumerate(models)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from cost_mtl.merging.atomic import atomic_folder, atomic_path
 from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, converted, shape_of
 from cost_mtl.merging.checkpoint import INDEX_SUFFIX, VECTOR_KIND, CheckpointSource, ShardFile
 from cost_mtl.merging.destination import Destination
+from cost_mtl.merging.fields import HasFields, VectorFields
 from cost_mtl.merging.fingerprint import BaseDigests, check_base
 from cost_mtl.merging.opening import open_source
 from cost_mtl.merging.source import Model, TensorInfo
 from cost_mtl.merging.writer import CODES, write_safetensors
-
-if TYPE_CHECKING:
-    from cost_mtl.merging.task_vector import TaskVector
 
 __all__ = ["is_saved_vector", "load_vector", "plan_shards", "save_vector", "write_checkpoint"]
 
@@ -95,7 +93,7 @@ def _write_shard(path: Path, shard: ShardFile, infos: Mapping[str, TensorInfo], 
 
 
 def save_vector(
-    vector: TaskVector,
+    vector: HasFields,
     path: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
@@ -122,7 +120,7 @@ def save_vector(
     metadata = {
         "format": "pt",
         "kind": VECTOR_KIND,
-        "base_hash": vector.base_hash,
+        "base_hash": vector.base_digests.combined(),
         "base_digests": json.dumps(dict(vector.base_digests)),
         "added": json.dumps({block: str(added).removeprefix("torch.") for block, added in vector.added.items()}),
     }
@@ -153,7 +151,7 @@ def save_vector(
     )
 
 
-def load_vector(path: str | os.PathLike[str], *, base: Model | None) -> TaskVector:
+def load_vector(path: str | os.PathLike[str], *, base: Model | None) -> VectorFields:
     """Reads a task vector; its blocks stay on disk until they are used.
 
     Args:
@@ -163,8 +161,6 @@ def load_vector(path: str | os.PathLike[str], *, base: Model | None) -> TaskVect
     Raises:
         ValueError: the file holds no task vector or is not complete, or ``base`` is another model.
     """
-    from cost_mtl.merging.task_vector import TaskVector
-
     source = CheckpointSource(path, "task vector")
     if source.metadata.get("kind") != VECTOR_KIND:
         raise ValueError(f"path: {path} holds no task vector that was saved by this package")
@@ -183,10 +179,10 @@ def load_vector(path: str | os.PathLike[str], *, base: Model | None) -> TaskVect
         else:
             blocks[key] = TensorInfo(info.shape, compute_dtype(info.dtype, label=f"{source.name}, {key!r}"))
     lazy = LazyBlocks(blocks, lambda block: source.read(block).to(blocks[block].dtype))
-    return TaskVector.from_blocks(
+    return VectorFields(
         lazy,
-        added=added,
         base_digests=digests,
+        added=added,
         statistics=tuple(statistics.values()),
         origins=source.origins,
     )

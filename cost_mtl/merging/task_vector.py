@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from cost_mtl.merging.apply import apply_vector
 from cost_mtl.merging.blocks import LazyBlocks, checked_factor, compute_dtype, dot, shape_of, weighted_sum
 from cost_mtl.merging.difference import difference
+from cost_mtl.merging.fields import HasFields
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.keys import KeyPolicy
 from cost_mtl.merging.opening import open_source
 from cost_mtl.merging.source import Model, TensorInfo, TensorSource
 from cost_mtl.merging.statistics import BufferPolicy
+from cost_mtl.merging.storage import load_vector, save_vector
 
 __all__ = ["TaskVector", "combine", "gram"]
 
@@ -72,9 +74,11 @@ class TaskVector:
         exclude: Sequence[str] = (),
         name: str = "finetuned",
     ) -> None:
-        parts = difference(open_source(base, "base"), finetuned, keys, exclude, name)
-        self.blocks, self.added, self.statistics = parts.blocks, parts.added, parts.statistics
-        self.base_digests, self.origins = parts.digests, parts.origins
+        self._take(difference(open_source(base, "base"), finetuned, keys, exclude, name))
+
+    def _take(self, fields: HasFields) -> None:
+        self.blocks, self.base_digests, self.added = fields.blocks, fields.base_digests, fields.added
+        self.statistics, self.origins = fields.statistics, fields.origins
 
     @classmethod
     def from_blocks(
@@ -237,8 +241,6 @@ class TaskVector:
 
         See :func:`cost_mtl.merging.storage.save_vector`.
         """
-        from cost_mtl.merging.storage import save_vector
-
         save_vector(self, path, dtype=dtype, overwrite=overwrite)
 
     @classmethod
@@ -247,9 +249,9 @@ class TaskVector:
 
         See :func:`cost_mtl.merging.storage.load_vector`.
         """
-        from cost_mtl.merging.storage import load_vector
-
-        return load_vector(path, base=base)
+        vector = cls.__new__(cls)
+        vector._take(load_vector(path, base=base))
+        return vector
 
     def __len__(self) -> int:
         return len(self.blocks)
