@@ -25,6 +25,7 @@ from cost_mtl.merging.adapter_layers import (
     is_transposed_layer,
     live_layers,
 )
+from cost_mtl.merging.adapter_tensors import PREFIX, Parts, parse_adapter, plain_name
 from cost_mtl.merging.architecture import read_architecture, submodule, tied_names
 from cost_mtl.merging.blocks import LazyBlocks, all_finite, compute_dtype, subtract
 from cost_mtl.merging.checkpoint import CheckpointSource
@@ -33,7 +34,6 @@ from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, nam
 
 __all__ = ["adapter_blocks", "adapter_origins", "is_adapter"]
 
-_PREFIX = "base_model.model."
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base's weights as they were. PiSSA, OLoRA, CorDA, LoftQ and others do not: for them
 B·A is no difference from the original base."""
@@ -45,17 +45,6 @@ _UNSUPPORTED = (
     "target_parameters",
     "trainable_token_indices",
 )
-
-
-@dataclass
-class _Parts:
-    """What an adapter holds for one weight: factors, or the whole new value, or both."""
-
-    factor_a: str = ""
-    factor_b: str = ""
-    whole: str = ""
-    embedding: bool = False
-    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +93,7 @@ def adapter_blocks(base: TensorSource, adapter: Any, name: str, exclude: Sequenc
     opened = _open(adapter, name)
     architecture = _architecture_of(base)
     model = architecture if isinstance(architecture, nn.Module) else None
-    chosen = _chosen(base, _parse(opened.source, name), exclude)
+    chosen = _chosen(base, parse_adapter(opened.source, name), exclude)
     if not chosen:
         raise ValueError(f"{name}: the adapter changes no weight of {base.name}")
     ties = [tie for tie in opened.ties if sum(key in base.infos for key in tie) < len(tie)]  # the base may be untied
@@ -135,7 +124,7 @@ def _open(adapter: Any, name: str) -> _Opened:
     state = get_peft_model_state_dict(adapter, adapter_name=active[0], save_embedding_layers=False)
     _check_trained(adapter, state.values(), name)
     model = adapter.get_base_model()
-    ties = [frozenset(_plain(key) for key in tie) for tie in tied_names(model)]
+    ties = [frozenset(plain_name(key) for key in tie) for tie in tied_names(model)]
     return _Opened(config, MappingSource(state, name), layers, [tie for tie in ties if len(tie) > 1])
 
 
@@ -156,7 +145,7 @@ def _check_trained(adapter: nn.Module, state: Iterable[Tensor], name: str) -> No
         own = ".lora_" in key or ".modules_to_save." in key
         if parameter.requires_grad and not own and parameter.data_ptr() not in known:
             raise ValueError(
-                f"{name}: {key.removeprefix(_PREFIX)!r} is trainable, but is no part of the adapter: {WHAT_TO_DO}"
+                f"{name}: {key.removeprefix(PREFIX)!r} is trainable, but is no part of the adapter: {WHAT_TO_DO}"
             )
 
 
@@ -173,7 +162,7 @@ def _ties_of(base: TensorSource) -> list[frozenset[str]]:
     return [frozenset(names) for key in base.infos if len(names := names_of(base, key)) > 1]
 
 
-def _chosen(base: TensorSource, parts: Mapping[str, _Parts], exclude: Sequence[str]) -> dict[str, _Parts]:
+def _chosen(base: TensorSource, parts: Mapping[str, Parts], exclude: Sequence[str]) -> dict[str, Parts]:
     """What the adapter changes, by its own names, without what is excluded by any name."""
     stored = {alias: key for key in base.infos for alias in names_of(base, key)}
 
@@ -196,7 +185,7 @@ def _check_ties(ties: Iterable[frozenset[str]], changed: Iterable[str], base: st
             )
 
 
-def _blocks_of(base: TensorSource, chosen: Mapping[str, _Parts], name: str) -> dict[str, _Parts]:
+def _blocks_of(base: TensorSource, chosen: Mapping[str, Parts], name: str) -> dict[str, Parts]:
     """The same by the base's keys."""
     stored = {alias: key for key in base.infos for alias in names_of(base, key)}
     unknown = [key for key in chosen if key not in stored]
@@ -205,7 +194,7 @@ def _blocks_of(base: TensorSource, chosen: Mapping[str, _Parts], name: str) -> d
         parametrized = any(key.startswith(f"{module}.parametrizations.{parameter}.") for key in stored)
         why = f"which is parametrized in {base.name}" if parametrized else f"which {base.name} does not have"
         raise ValueError(f"{name}: the adapter changes {unknown[0]!r}, {why}")
-    blocks: dict[str, _Parts] = {}
+    blocks: dict[str, Parts] = {}
     for key, part in chosen.items():
         if stored[key] in blocks:
             raise ValueError(f"{name}: the adapter changes the tied weight {stored[key]!r} twice: {WHAT_TO_DO}")
@@ -214,10 +203,10 @@ def _blocks_of(base: TensorSource, chosen: Mapping[str, _Parts], name: str) -> d
 
 
 def _without_buffers(
-    base: TensorSource, source: TensorSource, parts: Mapping[str, _Parts], name: str
-) -> dict[str, _Parts]:
+    base: TensorSource, source: TensorSource, parts: Mapping[str, Parts], name: str
+) -> dict[str, Parts]:
     """The weights alone. Buffers of a module in ``modules_to_save`` are no weights, and must be the base's."""
-    weights: dict[str, _Parts] = {}
+    weights: dict[str, Parts] = {}
     for key, part in parts.items():
         dtype = base.infos[key].dtype
         if (dtype.is_floating_point or dtype.is_complex) and not (is_statistic(key) or key in base.buffers):
@@ -242,50 +231,8 @@ def _check_config(config: Any, name: str) -> None:
         )
 
 
-def _parse(source: TensorSource, name: str) -> dict[str, _Parts]:
-    """Base key -> what the adapter holds for it."""
-    parts: dict[str, _Parts] = {}
-    for stored in source.infos:
-        key = stored.removeprefix(_PREFIX)
-        if ".base_layer." in key and ".lora_" in key:
-            raise ValueError(
-                f"{name}: the adapter's tensor {stored!r} belongs to a layer that peft wraps twice "
-                f"(MultiheadAttention), whose change is not s·B·A: {WHAT_TO_DO}"
-            )
-        if key.endswith(".lora_A.weight"):
-            _entry(parts, key, ".lora_A.weight").factor_a = stored
-        elif key.endswith(".lora_B.weight"):
-            _entry(parts, key, ".lora_B.weight").factor_b = stored
-        elif key.endswith(".lora_embedding_A"):
-            _entry(parts, key, ".lora_embedding_A", embedding=True).factor_a = stored
-        elif key.endswith(".lora_embedding_B"):
-            _entry(parts, key, ".lora_embedding_B", embedding=True).factor_b = stored
-        elif ".lora_" in key:
-            raise ValueError(f"{name}: the adapter's tensor {stored!r} is not understood: {WHAT_TO_DO}")
-        else:
-            parts.setdefault(_plain(key), _Parts()).whole = stored
-    for key, part in parts.items():
-        if bool(part.factor_a) != bool(part.factor_b):
-            raise ValueError(f"{name}: the adapter has only one of the two factors of {key!r}")
-    return parts
-
-
-def _plain(key: str) -> str:
-    """A parameter's name without what peft's wrappers put into it."""
-    for wrapper in (".base_layer.", ".original_module.", ".modules_to_save."):
-        key = key.replace(wrapper, ".")
-    return key
-
-
-def _entry(parts: dict[str, _Parts], key: str, suffix: str, embedding: bool = False) -> _Parts:
-    module = key.removesuffix(suffix)
-    part = parts.setdefault(module + ".weight", _Parts())
-    part.embedding, part.module = embedding, module
-    return part
-
-
 def _facts(
-    opened: _Opened, part: _Parts, base: TensorSource, key: str, architecture: nn.Module | str, single: bool, name: str
+    opened: _Opened, part: Parts, base: TensorSource, key: str, architecture: nn.Module | str, single: bool, name: str
 ) -> LayerFacts:
     if opened.layers is not None:
         if part.module not in opened.layers:
@@ -308,7 +255,7 @@ def _facts(
     return LayerFacts(scaling, bool(opened.config.fan_in_fan_out) if transposed is None else transposed)
 
 
-def _transposed_by_shape(opened: _Opened, part: _Parts, base: TensorSource, key: str) -> bool | None:
+def _transposed_by_shape(opened: _Opened, part: Parts, base: TensorSource, key: str) -> bool | None:
     """Whether a weight is [in, out], as far as shapes tell: None for a square one that may be either.
 
     A Conv1D always has a bias, and its size tells a Conv1D from the Linear of another base.
@@ -323,7 +270,7 @@ def _transposed_by_shape(opened: _Opened, part: _Parts, base: TensorSource, key:
 
 
 def _delta(
-    base: TensorSource, source: TensorSource, facts: LayerFacts | None, key: str, part: _Parts, name: str
+    base: TensorSource, source: TensorSource, facts: LayerFacts | None, key: str, part: Parts, name: str
 ) -> Tensor:
     """ΔW of one weight."""
     label = f"{name}, {key!r}"
