@@ -25,11 +25,11 @@ class AnisotropicScaling(MergedModel):
     ::
 
         scaling = AnisotropicScaling(model, [tau_1, tau_2])
-        report = scaling.fit(loss, train, held_out)      # or a training loop of one's own over scaling.parameters()
+        report = scaling.fit(loss, train, held_out)      # or your own training loop over scaling.parameters()
         merged = scaling.merged_model()
 
     Args:
-        model: stands at θ_pre, see :class:`MergedModel`.
+        model: at θ_pre, see :class:`MergedModel`.
         vectors: T task vectors.
         init: start of the coefficients: a number (default 0: the pre-trained model, as published), or [T, B].
         granularity: "block" (default) learns [T, B] coefficients; "vector" learns one per vector [T, 1], which is task

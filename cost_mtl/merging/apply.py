@@ -37,7 +37,7 @@ def apply_vector(
     if buffers == "recalibrate" and not (isinstance(base, nn.Module) and batches is not None):
         raise ValueError('buffers: "recalibrate" needs a module as base, and batches')
     if buffers != "recalibrate" and batches is not None:
-        raise ValueError(f'batches: these serve buffers="recalibrate" alone, got buffers={buffers!r}')
+        raise ValueError(f'batches: expected buffers="recalibrate" with them, got buffers={buffers!r}')
     source = open_source(base, "base")
     check_no_adapter(source)
     block_of = block_keys(source, vector)

@@ -38,7 +38,10 @@ def read_architecture(folder: Path) -> nn.Module | str:
 
 def submodule(model: nn.Module | None, name: str) -> nn.Module | None:
     """The module of that name, or None where there is no such module."""
-    return None if model is None else dict(model.named_modules(remove_duplicate=False)).get(name)
+    try:
+        return None if model is None else model.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 def tied_names(model: nn.Module) -> list[frozenset[str]]:

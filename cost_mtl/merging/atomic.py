@@ -69,7 +69,7 @@ def _swap_in(staging: Path, path: Path) -> None:
     try:
         os.replace(path, aside)
         os.replace(staging, path)
-    except BaseException:  # a mount point, say, or a signal between any two of these lines
+    except BaseException:  # for example a mount point, or a signal between any two of these lines
         _swap_back(staging, path, aside)
         raise
     try:

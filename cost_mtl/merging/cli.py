@@ -64,8 +64,8 @@ The result is base + SCALE * (merged task vectors), in the base's dtype, shards 
 shard at a time. The output appears whole or not at all. A negative SCALE unlearns. The analogy C + B - A is
 --base A --models B C.
 
-exit status: 0 done, 1 one line on standard error says why not, 2 wrong usage, 129, 130 or 143 ended by a signal
-(SIGHUP, Ctrl-C, SIGTERM), with no temporary file left
+exit status: 0 done, 1 an error (one line on standard error explains it), 2 wrong usage; 129, 130 or 143: ended by a
+signal (SIGHUP, Ctrl-C, SIGTERM), with no temporary file left
 """
 
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``cost-mtl``; default: those of the process.
 
     Returns:
-        The exit status: 0, 1 (an error, told in one line), 130 (Ctrl-C).
+        The exit status: 0, 1 (an error, with one line that explains it), 130 (Ctrl-C).
     """
     args = _parser().parse_args(argv)
     try:
@@ -120,7 +120,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--upper", type=float, help="breadcrumbs: where outliers start (default 0.993)")
     add("--seed", type=int, help="of dare's masks (default 0)")
     add("--keys", choices=["strict", "intersection", "union"], default="strict", help="default: %(default)s")
-    add("--exclude", nargs="+", default=[], metavar="PATTERN", help="keys that stay the base's, 'head.*' say")
+    add(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="keys that keep the base's values, for example 'head.*'",
+    )
     add("--buffers", choices=["keep", "average"], default="keep", help="BatchNorm statistics (default: %(default)s)")
     add("--dtype", choices=sorted(_DTYPES), help="dtype of the weights written (default: the base's)")
     add(
@@ -139,7 +145,7 @@ def _merge(args: argparse.Namespace) -> None:
         raise ValueError("--out: expected a path, got none (or give --dry-run)")
     for option, methods in _ONLY_FOR.items():
         if getattr(args, option) is not None and args.method not in methods:
-            raise ValueError(f"--{option}: it serves {' and '.join(methods)} alone, not {args.method}")
+            raise ValueError(f"--{option}: expected --method {' or '.join(methods)}, got {args.method}")
     base = CheckpointSource(args.base, "base")
     vectors = open_vectors(base, args.models, args.keys, args.exclude)
     weights = [1.0] * len(vectors) if args.weights is None else args.weights
@@ -173,10 +179,10 @@ def _or(value: Number | None, default: Number) -> Number:
 
 @contextmanager
 def _signals_clean_up() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread alone
+    if threading.current_thread() is not threading.main_thread():  # Python allows handlers only in the main thread
         yield
         return
-    # nohup, say, ignores SIGHUP on purpose; None is a handler that Python did not set and could not put back.
+    # A signal that is ignored (SIGHUP under nohup) stays ignored. None is a handler that Python could not restore.
     handlers = {number: signal.getsignal(number) for number in _ENDING}
     previous = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
     for number in previous:

@@ -38,7 +38,7 @@ _MODEL_FILES = frozenset(
         "chat_template.jinja",
     ]
 )
-"""What transformers writes beside the weights; another file in a folder is someone's own."""
+"""What transformers writes beside the weights; any other file is not part of a model."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Destination:
         path = self.path.resolve()
         if path.exists() and not self.overwrite and not _is_empty_folder(path):
             raise FileExistsError(
-                f"out: {self.path} exists; choose another path, or replace it on purpose (overwrite=True, --overwrite)"
+                f"out: {self.path} exists; choose another path, or allow to replace it (overwrite=True, --overwrite)"
             )
         if not path.parent.is_dir():
             raise FileNotFoundError(f"out: the folder {path.parent} does not exist")

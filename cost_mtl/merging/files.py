@@ -1,4 +1,4 @@
-"""Merging checkpoints on disk: read, combine and write one tensor of the base's layout after the other."""
+"""Merging checkpoints on disk: read, combine and write one tensor after the other, in the base's layout."""
 
 from __future__ import annotations
 

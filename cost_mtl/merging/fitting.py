@@ -48,7 +48,7 @@ class FitSettings:
         patience: epochs in which the held-out value sets no new minimum of the training's course, after which training
             stops; default 5, as published (there it is the training loss that is watched).
         clip: largest norm of the gradient; default 1, as published. None clips nothing.
-        l1, l2: weights of Σ|c| and Σc² in the loss, for a penalty of one's own choice; default 0.
+        l1, l2: weights of Σ|c| and Σc² in the loss, for an optional penalty; default 0.
         weight_decay: AdamW's, default 0: decay pulls the coefficients of a merge towards its start, and what a later
             iteration seems to gain is then only what the decay had taken.
     """
@@ -142,7 +142,7 @@ def fit(
     optimizer = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     starts, best, best_point = _best_start(merged, parameters, evaluate)
     best_epoch, stopped = 0, "budget"
-    # Patience is with the training's own course, which may start above a candidate (λ = 0) and pass below it later.
+    # Patience counts from the lowest value of the training itself, which may start above a candidate (λ = 0).
     lowest, lowest_epoch = starts[0], 0
     train_losses: list[float] = []
     values: list[float] = []

@@ -41,7 +41,7 @@ class RankPruning(MergedModel):
     attention and MLP layers. The singular vectors take up to twice the memory of the T task vectors.
 
     Args:
-        model: stands at θ_pre, see :class:`MergedModel`.
+        model: at θ_pre, see :class:`MergedModel`.
         vectors: T task vectors.
         scale: start of all λ; default 0.3, the usual scale of task arithmetic.
         keep: share of the singular directions, largest first, that are in the merge at the start; default 1, all.

@@ -43,7 +43,7 @@ class TensorSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What errors call it, "base" say."""
+        """What errors call it, for example "base"."""
         ...
 
     @property

@@ -42,7 +42,7 @@ class TaskVector:
         finetuned: θ: the same, or a PEFT LoRA adapter (its folder, or a PeftModel) trained on ``base``.
         keys: "strict" (default: the key sets must be equal, since a key that differs is most often a mistake),
             "intersection" or "union", see :func:`cost_mtl.merging.keys.match_keys`. An adapter needs none of these.
-        exclude: shell patterns of keys to leave alone, heads of different size say (``["head.*"]``).
+        exclude: shell patterns of keys to leave alone, for example heads of different size (``["head.*"]``).
         name: what errors call the fine-tuned model.
 
     Raises:
@@ -61,7 +61,7 @@ class TaskVector:
     added: Mapping[str, torch.dtype]
     base_digests: BaseDigests
     statistics: tuple[Mapping[str, Tensor], ...]
-    origins: frozenset[Path]
+    origins: frozenset[Path] = frozenset()  # what vectors pickled by earlier versions have
 
     __array_ufunc__ = None  # NumPy scalars leave ``scalar * vector`` to __rmul__
 
@@ -115,7 +115,7 @@ class TaskVector:
         return self.base_digests.combined()
 
     def without_base(self) -> TaskVector:
-        """The same vector without the memory of its base, for arithmetic across bases on purpose."""
+        """The same vector without the memory of its base, for arithmetic across different bases."""
         return TaskVector.from_blocks(self.blocks, added=self.added, statistics=self.statistics, origins=self.origins)
 
     # -------------------------------------------------------------------------------------------- arithmetic

@@ -102,7 +102,11 @@ WRONG = {
     "weights": (["--weights", "1"], "x.safetensors", "--weights: expected one for each of the 2 models, got 1"),
     "density": (["--method", "ties", "--density", "0"], "x.safetensors", "density: expected a number in"),
     "crumbs": (["--method", "breadcrumbs", "--lower", "0.9", "--upper", "0.1"], "x.safetensors", "lower, upper"),
-    "foreign option": (["--density", "0.5"], "x.safetensors", "--density: it serves ties and dare alone"),
+    "foreign option": (
+        ["--density", "0.5"],
+        "x.safetensors",
+        "--density: expected --method ties or dare, got task_arithmetic",
+    ),
     "pattern": (["--exclude", "zzz*"], "x.safetensors", "matches no key"),
     "folder": ([], "no/such/x.safetensors", "does not exist"),
     "existing": ([], "one.safetensors", "exists"),
