@@ -191,13 +191,20 @@ def _signals_clean_up() -> Iterator[None]:
         yield
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is _terminate:  # else the process is ending, see there
+                signal.signal(number, handler)
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    for other in _ENDING:  # a second signal would interrupt the removal of the temporary files
-        signal.signal(other, signal.SIG_IGN)
+    # A second signal would interrupt the removal of the temporary files. Not SIG_IGN: Python writes a traceback about a
+    # signal that is pending when its handler becomes that.
+    for other in _ENDING:
+        signal.signal(other, _pass_over)
     raise SystemExit(128 + number)
+
+
+def _pass_over(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
