@@ -7,24 +7,33 @@ arithmetic is on ΔW and exact. ΔW is computed from the adapter's own tensors i
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from cost_mtl.merging.adapter_layers import (
+    WHAT_TO_DO,
+    LayerFacts,
+    config_scaling,
+    is_transposed_layer,
+    live_layers,
+)
+from cost_mtl.merging.adapter_tensors import PREFIX, Parts, parse_adapter, plain_name
+from cost_mtl.merging.architecture import read_architecture, submodule, tied_names
 from cost_mtl.merging.blocks import LazyBlocks, all_finite, compute_dtype, subtract
+from cost_mtl.merging.checkpoint import CheckpointSource
+from cost_mtl.merging.keys import is_statistic
 from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, names_of
 
-__all__ = ["adapter_blocks", "is_adapter"]
+__all__ = ["adapter_blocks", "adapter_origins", "is_adapter"]
 
-_PREFIX = "base_model.model."
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base's weights as they were. PiSSA, OLoRA, CorDA, LoftQ and others do not: for them
 B·A is no difference from the original base."""
@@ -36,18 +45,16 @@ _UNSUPPORTED = (
     "target_parameters",
     "trainable_token_indices",
 )
-_WHAT_TO_DO = "merge it with peft's merge_and_unload() and pass the merged model"
 
 
-@dataclass
-class _Parts:
-    """What an adapter holds for one weight: factors, or the whole new value, or both."""
+@dataclass(frozen=True)
+class _Opened:
+    """An adapter: its configuration and tensors; of a live one also what its layers say, and what its model ties."""
 
-    factor_a: str = ""
-    factor_b: str = ""
-    whole: str = ""
-    embedding: bool = False
-    module: str = ""
+    config: Any
+    source: TensorSource
+    layers: Mapping[str, LayerFacts] | None = None
+    ties: Sequence[frozenset[str]] = ()
 
 
 def is_adapter(model: object) -> bool:
@@ -56,6 +63,15 @@ def is_adapter(model: object) -> bool:
         return (Path(model) / "adapter_config.json").is_file()
     peft = sys.modules.get("peft")  # someone who holds a PeftModel has imported peft
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def adapter_origins(adapter: Any) -> frozenset[Path]:
+    """The folders that an adapter is read from, and the one of the base that it was trained on, where it is local."""
+    if not isinstance(adapter, str | os.PathLike):
+        return frozenset()
+    base = _read_config(adapter, "finetuned").base_model_name_or_path
+    local = [Path(base).absolute()] if isinstance(base, str) and base and Path(base).exists() else []
+    return frozenset([Path(adapter).absolute(), *local])
 
 
 def adapter_blocks(base: TensorSource, adapter: Any, name: str, exclude: Sequence[str] = ()) -> LazyBlocks:
@@ -74,95 +90,188 @@ def adapter_blocks(base: TensorSource, adapter: Any, name: str, exclude: Sequenc
         ValueError: the adapter is no plain LoRA (another PEFT method, DoRA, PiSSA, ...), fits another base, or one of
             its tensors is not understood.
     """
-    config, source = _open(adapter, name)
-    _check_config(config, name)
-    parts = _parse(source, name)
-    canonical = {alias: key for key in base.infos for alias in names_of(base, key)}
-    unknown = [key for key in parts if key not in canonical]
-    if unknown:
-        raise ValueError(f"{name}: the adapter changes {unknown[0]!r}, which {base.name} does not have")
-    chosen: dict[str, _Parts] = {}
-    for key, part in parts.items():
-        block = canonical[key]
-        if block in chosen:
-            raise ValueError(f"{name}: the adapter changes the tied weight {block!r} twice: {_WHAT_TO_DO}")
-        if not any(fnmatchcase(alias, pattern) for alias in names_of(base, block) for pattern in exclude):
-            chosen[block] = part
+    opened = _open(adapter, name)
+    architecture = _architecture_of(base)
+    model = architecture if isinstance(architecture, nn.Module) else None
+    chosen = _chosen(base, parse_adapter(opened.source, name), exclude)
     if not chosen:
         raise ValueError(f"{name}: the adapter changes no weight of {base.name}")
-    dtypes = {key: compute_dtype(base.infos[key].dtype, label=f"{base.name}, {key!r}") for key in chosen}
+    ties = [tie for tie in opened.ties if sum(key in base.infos for key in tie) < len(tie)]  # the base may be untied
+    _check_ties([*ties, *_ties_of(base), *(tied_names(model) if model else ())], chosen, base.name, name)
+    parts = _without_buffers(base, opened.source, _blocks_of(base, chosen, name), name)
+    factored = {key: part for key, part in parts.items() if part.factor_a}
+    single = len(factored) == 1
+    facts = {key: _facts(opened, part, base, key, architecture, single, name) for key, part in factored.items()}
+    dtypes = {key: compute_dtype(base.infos[key].dtype, label=f"{base.name}, {key!r}") for key in parts}
     infos = {key: TensorInfo(base.infos[key].shape, dtype) for key, dtype in dtypes.items()}
-    return LazyBlocks(infos, lambda key: _delta(base, source, config, key, chosen[key], name))
+    return LazyBlocks(infos, lambda key: _delta(base, opened.source, facts.get(key), key, parts[key], name))
 
 
-def _open(adapter: Any, name: str) -> tuple[Any, TensorSource]:
+def _open(adapter: Any, name: str) -> _Opened:
     if isinstance(adapter, str | os.PathLike):
-        from peft import PeftConfig  # heavy, and only adapters need it
-
-        from cost_mtl.merging.checkpoint import CheckpointSource
-
-        try:
-            config = PeftConfig.from_pretrained(str(adapter))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{name}: {Path(adapter) / 'adapter_config.json'} is not readable ({error!r})") from error
-        return config, CheckpointSource(Path(adapter) / "adapter_model.safetensors", name)
+        config = _read_config(adapter, name)
+        _check_config(config, name)
+        return _Opened(config, CheckpointSource(Path(adapter) / "adapter_model.safetensors", name))
     from peft import get_peft_model_state_dict
 
     active = adapter.active_adapters
     if len(active) != 1:
         raise ValueError(f"{name}: expected one active adapter, got {list(active)}")
+    config = adapter.peft_config[active[0]]
+    _check_config(config, name)
+    layers = live_layers(adapter, active[0], name)
     # Embeddings that the adapter did not train are the base's; asking for them would look for the base on the hub.
     state = get_peft_model_state_dict(adapter, adapter_name=active[0], save_embedding_layers=False)
-    return adapter.peft_config[active[0]], MappingSource(state, name)
+    _check_trained(adapter, state.values(), name)
+    model = adapter.get_base_model()
+    ties = [frozenset(plain_name(key) for key in tie) for tie in tied_names(model)]
+    return _Opened(config, MappingSource(state, name), layers, [tie for tie in ties if len(tie) > 1])
+
+
+def _read_config(folder: str | os.PathLike[str], name: str) -> Any:
+    """The configuration of an adapter's folder."""
+    from peft import PeftConfig  # heavy, and only adapters need it
+
+    try:
+        return PeftConfig.from_pretrained(str(folder))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: {Path(folder) / 'adapter_config.json'} is not readable ({error!r})") from error
+
+
+def _check_trained(adapter: nn.Module, state: Iterable[Tensor], name: str) -> None:
+    """Raises where weights are trained that are neither the adapter's nor another adapter's."""
+    known = {tensor.data_ptr() for tensor in state}
+    for key, parameter in adapter.named_parameters():
+        own = ".lora_" in key or ".modules_to_save." in key
+        if parameter.requires_grad and not own and parameter.data_ptr() not in known:
+            raise ValueError(
+                f"{name}: {key.removeprefix(PREFIX)!r} is trainable, but is no part of the adapter: {WHAT_TO_DO}"
+            )
+
+
+def _architecture_of(base: TensorSource) -> nn.Module | str:
+    """The base's layers, or why they are not known."""
+    module = getattr(base, "module", None)
+    if isinstance(module, nn.Module):
+        return module
+    folder = getattr(base, "folder", None)
+    return read_architecture(folder) if folder is not None else "a state_dict holds weights alone"
+
+
+def _ties_of(base: TensorSource) -> list[frozenset[str]]:
+    return [frozenset(names) for key in base.infos if len(names := names_of(base, key)) > 1]
+
+
+def _chosen(base: TensorSource, parts: Mapping[str, Parts], exclude: Sequence[str]) -> dict[str, Parts]:
+    """What the adapter changes, by its own names, without what is excluded by any name."""
+    stored = {alias: key for key in base.infos for alias in names_of(base, key)}
+
+    def excluded(key: str) -> bool:
+        names = names_of(base, stored[key]) if key in stored else [key]
+        return any(fnmatchcase(alias, pattern) for alias in names for pattern in exclude)
+
+    return {key: part for key, part in parts.items() if not excluded(key)}
+
+
+def _check_ties(ties: Iterable[frozenset[str]], changed: Iterable[str], base: str, name: str) -> None:
+    """Raises where the adapter trained one of two tied weights alone: a merged weight can't be both."""
+    changed = set(changed)
+    for tie in ties:
+        trained, left = sorted(tie & changed), sorted(tie - changed)
+        if trained and left:
+            raise ValueError(
+                f"{name}: the adapter changes {trained[0]!r} alone, which is tied to {left[0]!r} in {base}: the "
+                "merge would change both, so untie the two in the base first (give each a weight of its own)"
+            )
+
+
+def _blocks_of(base: TensorSource, chosen: Mapping[str, Parts], name: str) -> dict[str, Parts]:
+    """The same by the base's keys."""
+    stored = {alias: key for key in base.infos for alias in names_of(base, key)}
+    unknown = [key for key in chosen if key not in stored]
+    if unknown:
+        module, _, parameter = unknown[0].rpartition(".")
+        parametrized = any(key.startswith(f"{module}.parametrizations.{parameter}.") for key in stored)
+        why = f"which is parametrized in {base.name}" if parametrized else f"which {base.name} does not have"
+        raise ValueError(f"{name}: the adapter changes {unknown[0]!r}, {why}")
+    blocks: dict[str, Parts] = {}
+    for key, part in chosen.items():
+        if stored[key] in blocks:
+            raise ValueError(f"{name}: the adapter changes the tied weight {stored[key]!r} twice: {WHAT_TO_DO}")
+        blocks[stored[key]] = part
+    return blocks
+
+
+def _without_buffers(
+    base: TensorSource, source: TensorSource, parts: Mapping[str, Parts], name: str
+) -> dict[str, Parts]:
+    """The weights alone. Buffers of a module in ``modules_to_save`` are no weights, and must be the base's."""
+    weights: dict[str, Parts] = {}
+    for key, part in parts.items():
+        dtype = base.infos[key].dtype
+        if (dtype.is_floating_point or dtype.is_complex) and not (is_statistic(key) or key in base.buffers):
+            weights[key] = part
+        elif not torch.equal(base.read(key).cpu(), source.read(part.whole).cpu()):
+            raise ValueError(f"{name}: modules_to_save changes the buffer {key!r}, which is no weight: {WHAT_TO_DO}")
+    return weights
 
 
 def _check_config(config: Any, name: str) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
-        raise ValueError(f"{name}: expected a LoRA adapter, got {kind}: {_WHAT_TO_DO}")
+        raise ValueError(f"{name}: expected a LoRA adapter, got {kind}: {WHAT_TO_DO}")
     variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     for field in (*variants, *_UNSUPPORTED):
         if getattr(config, field, None):
-            raise ValueError(f"{name}: the adapter uses {field}, whose change is not s·B·A: {_WHAT_TO_DO}")
+            raise ValueError(f"{name}: the adapter uses {field}, whose change is not s·B·A: {WHAT_TO_DO}")
     if config.init_lora_weights not in _PLAIN_INITS:
         raise ValueError(
             f"{name}: the adapter was initialised with {config.init_lora_weights!r}, which changed the base's weights: "
-            f"{_WHAT_TO_DO}"
+            f"{WHAT_TO_DO}"
         )
 
 
-def _parse(source: TensorSource, name: str) -> dict[str, _Parts]:
-    """Base key -> what the adapter holds for it."""
-    parts: dict[str, _Parts] = {}
-    for stored in source.infos:
-        key = stored.removeprefix(_PREFIX)
-        if key.endswith(".lora_A.weight"):
-            _entry(parts, key, ".lora_A.weight").factor_a = stored
-        elif key.endswith(".lora_B.weight"):
-            _entry(parts, key, ".lora_B.weight").factor_b = stored
-        elif key.endswith(".lora_embedding_A"):
-            _entry(parts, key, ".lora_embedding_A", embedding=True).factor_a = stored
-        elif key.endswith(".lora_embedding_B"):
-            _entry(parts, key, ".lora_embedding_B", embedding=True).factor_b = stored
-        elif ".lora_" in key:
-            raise ValueError(f"{name}: the adapter's tensor {stored!r} is not understood: {_WHAT_TO_DO}")
-        else:
-            plain = key.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
-            parts.setdefault(plain, _Parts()).whole = stored
-    for key, part in parts.items():
-        if bool(part.factor_a) != bool(part.factor_b):
-            raise ValueError(f"{name}: the adapter has only one of the two factors of {key!r}")
-    return parts
+def _facts(
+    opened: _Opened, part: Parts, base: TensorSource, key: str, architecture: nn.Module | str, single: bool, name: str
+) -> LayerFacts:
+    if opened.layers is not None:
+        if part.module not in opened.layers:
+            raise ValueError(f"{name}: peft has no layer {part.module!r} for the adapter's factors: {WHAT_TO_DO}")
+        return opened.layers[part.module]
+    infos = opened.source.infos
+    scaling = config_scaling(opened.config, part.module, infos[part.factor_a].shape[0])
+    if part.embedding or len(base.infos[key].shape) != 2:
+        return LayerFacts(scaling, transposed=part.embedding)
+    model = architecture if isinstance(architecture, nn.Module) else None
+    transposed = is_transposed_layer(submodule(model, part.module))
+    if transposed is None:
+        transposed = _transposed_by_shape(opened, part, base, key)
+    if transposed is None and not single:
+        raise ValueError(
+            f"{name}: fan_in_fan_out: the square weight {key!r} may be a Linear's or a Conv1D's, and the adapter's "
+            f"configuration does not say it for each layer ({architecture}): pass the base as a module, or a "
+            "folder whose config.json transformers knows"
+        )
+    return LayerFacts(scaling, bool(opened.config.fan_in_fan_out) if transposed is None else transposed)
 
 
-def _entry(parts: dict[str, _Parts], key: str, suffix: str, embedding: bool = False) -> _Parts:
-    module = key.removesuffix(suffix)
-    part = parts.setdefault(module + ".weight", _Parts())
-    part.embedding, part.module = embedding, module
-    return part
+def _transposed_by_shape(opened: _Opened, part: Parts, base: TensorSource, key: str) -> bool | None:
+    """Whether a weight is [in, out], as far as shapes tell: None for a square one that may be either.
+
+    A Conv1D always has a bias, and its size tells a Conv1D from the Linear of another base.
+    """
+    infos, shape = opened.source.infos, base.infos[key].shape
+    out, inner = infos[part.factor_b].shape[0], infos[part.factor_a].shape[-1]
+    stored = {alias: block for block in base.infos for alias in names_of(base, block)}
+    bias = stored.get(part.module + ".bias")
+    if shape == (out, out):
+        return False if bias is None and not opened.config.fan_in_fan_out else None
+    return shape == (inner, out) and bias is not None and base.infos[bias].shape == (out,)
 
 
-def _delta(base: TensorSource, source: TensorSource, config: Any, key: str, part: _Parts, name: str) -> Tensor:
+def _delta(
+    base: TensorSource, source: TensorSource, facts: LayerFacts | None, key: str, part: Parts, name: str
+) -> Tensor:
     """ΔW of one weight."""
     label = f"{name}, {key!r}"
     weight = base.read(key)
@@ -173,27 +282,19 @@ def _delta(base: TensorSource, source: TensorSource, config: Any, key: str, part
         if whole.shape != weight.shape:
             raise ValueError(f"{label}: shape {list(whole.shape)} in the adapter, {list(weight.shape)} in {base.name}")
         delta = subtract(whole, weight, label)
-    if part.factor_a:
+    if facts is not None:
         a, b = (source.read(factor).to(weight.device, dtype) for factor in (part.factor_a, part.factor_b))
         if b.flatten(1).shape[1] != a.shape[0]:
             raise ValueError(f"{label}: the factors' shapes {list(b.shape)} and {list(a.shape)} do not fit together")
         product = b.flatten(1) @ a.flatten(1)
-        if part.embedding or config.fan_in_fan_out:
+        if facts.transposed:
             product = product.T
         if product.shape != weight.flatten(1).shape:
             raise ValueError(
                 f"{label}: the adapter's ΔW is {list(product.shape)}, the weight {list(weight.shape)} "
                 "(another base, or a grouped convolution)"
             )
-        delta = delta + product.reshape(weight.shape) * _scaling(config, part.module, a.shape[0])
+        delta = delta + product.reshape(weight.shape) * facts.scaling
     if not all_finite(delta):
         raise ValueError(f"{label}: the adapter's ΔW is not finite")
     return delta
-
-
-def _scaling(config: Any, module: str, rank: int) -> float:
-    from peft.utils.other import get_pattern_key
-
-    patterns: Mapping[str, float] = config.alpha_pattern or {}
-    alpha = patterns.get(get_pattern_key(list(patterns), module), config.lora_alpha)
-    return float(alpha) / (math.sqrt(rank) if config.use_rslora else rank)

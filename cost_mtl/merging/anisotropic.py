@@ -25,11 +25,11 @@ class AnisotropicScaling(MergedModel):
     ::
 
         scaling = AnisotropicScaling(model, [tau_1, tau_2])
-        report = scaling.fit(loss, train, held_out)      # or a training loop of one's own over scaling.parameters()
+        report = scaling.fit(loss, train, held_out)      # or your own training loop over scaling.parameters()
         merged = scaling.merged_model()
 
     Args:
-        model: stands at θ_pre, see :class:`MergedModel`.
+        model: at θ_pre, see :class:`MergedModel`.
         vectors: T task vectors.
         init: start of the coefficients: a number (default 0: the pre-trained model, as published), or [T, B].
         granularity: "block" (default) learns [T, B] coefficients; "vector" learns one per vector [T, 1], which is task
@@ -61,6 +61,7 @@ class AnisotropicScaling(MergedModel):
         self._column = {block: number if granularity == "block" else 0 for number, block in enumerate(self.blocks)}
         self._taus = {block: self._stacked(block, vectors) for block in self.blocks}
         self._digests = [vector.base_digests for vector in vectors]
+        self._origins = frozenset(path for vector in vectors for path in vector.origins)
 
     def change(self, block: str) -> Tensor:
         """Σ_t Λ_t τ_t of one block."""
@@ -82,4 +83,4 @@ class AnisotropicScaling(MergedModel):
     def vector(self) -> TaskVector:
         """Σ_t Λ_t τ_t as one task vector, to be saved, or added up with others."""
         blocks = {block: self.change(block) for block in self.blocks}
-        return TaskVector.from_blocks(blocks, base_digests=BaseDigests.merged(self._digests))
+        return TaskVector.from_blocks(blocks, base_digests=BaseDigests.merged(self._digests), origins=self._origins)

@@ -6,14 +6,17 @@ import copy
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cost_mtl.merging.blocks import add_block, checked_factor
+from cost_mtl.merging.adapter_layers import check_no_adapter
+from cost_mtl.merging.blocks import add_block, checked_factor, converted
+from cost_mtl.merging.fields import HasFields
 from cost_mtl.merging.keys import is_statistic
-from cost_mtl.merging.source import Model, TensorSource, names_of, open_source
+from cost_mtl.merging.opening import open_source
+from cost_mtl.merging.source import Model, TensorSource, names_of
 from cost_mtl.merging.statistics import (
     BufferPolicy,
     average_statistics,
@@ -22,14 +25,11 @@ from cost_mtl.merging.statistics import (
     recalibrate_batchnorm,
 )
 
-if TYPE_CHECKING:
-    from cost_mtl.merging.task_vector import TaskVector
-
 __all__ = ["apply_vector", "block_keys", "merged_tensor", "warn_about_statistics"]
 
 
 def apply_vector(
-    base: Model, vector: TaskVector, scale: float, buffers: BufferPolicy, batches: Iterable[Any] | None
+    base: Model, vector: HasFields, scale: float, buffers: BufferPolicy, batches: Iterable[Any] | None
 ) -> nn.Module | dict[str, Tensor]:
     """See :meth:`cost_mtl.merging.TaskVector.apply_to`."""
     check_policy(buffers)
@@ -37,14 +37,15 @@ def apply_vector(
     if buffers == "recalibrate" and not (isinstance(base, nn.Module) and batches is not None):
         raise ValueError('buffers: "recalibrate" needs a module as base, and batches')
     if buffers != "recalibrate" and batches is not None:
-        raise ValueError(f'batches: these serve buffers="recalibrate" alone, got buffers={buffers!r}')
+        raise ValueError(f'batches: expected buffers="recalibrate" with them, got buffers={buffers!r}')
     source = open_source(base, "base")
+    check_no_adapter(source)
     block_of = block_keys(source, vector)
     warn_about_statistics(source, vector, buffers)
     merged = {key: merged_tensor(source, key, vector, block_of, scale, buffers) for key in source.infos}
     for key, dtype in vector.added.items():
         if key not in source.infos:
-            merged[key] = (vector.blocks[key] * scale).to(dtype)
+            merged[key] = converted(vector.blocks[key] * scale, dtype, repr(key))
     if not isinstance(base, nn.Module):
         return _state_dict(base, source, merged)
     unknown = [key for key in vector.added if key not in source.infos]
@@ -57,7 +58,7 @@ def apply_vector(
     return model
 
 
-def block_keys(source: TensorSource, vector: TaskVector) -> dict[str, str]:
+def block_keys(source: TensorSource, vector: HasFields) -> dict[str, str]:
     """Key of the base -> the vector's block for it, whichever of its names the vector knows it by.
 
     Raises:
@@ -81,7 +82,7 @@ def block_keys(source: TensorSource, vector: TaskVector) -> dict[str, str]:
 def merged_tensor(
     source: TensorSource,
     key: str,
-    vector: TaskVector,
+    vector: HasFields,
     block_of: Mapping[str, str],
     scale: float,
     buffers: BufferPolicy,
@@ -93,10 +94,10 @@ def merged_tensor(
         return add_block(value, vector.blocks[block_of[key]], scale, repr(key), dtype)
     if buffers == "average" and is_statistic(key):
         return average_statistics(key, value, vector.statistics)
-    return value.to(dtype or value.dtype, copy=True)
+    return converted(value, dtype or value.dtype, repr(key))
 
 
-def warn_about_statistics(source: TensorSource, vector: TaskVector, buffers: BufferPolicy) -> None:
+def warn_about_statistics(source: TensorSource, vector: HasFields, buffers: BufferPolicy) -> None:
     """Warns when BatchNorm's statistics of the fine-tuned models differ from the base's, and the base's are kept."""
     if buffers != "keep" or not vector.statistics:
         return

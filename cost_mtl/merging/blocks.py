@@ -14,8 +14,10 @@ __all__ = [
     "LazyBlocks",
     "add_block",
     "all_finite",
+    "check_real",
     "checked_factor",
     "compute_dtype",
+    "converted",
     "dot",
     "shape_of",
     "subtract",
@@ -78,8 +80,11 @@ def compute_dtype(*dtypes: torch.dtype, label: str) -> torch.dtype:
     A subtraction in bfloat16 loses everything below 1/256 of the weight, and task vectors are that small.
 
     Raises:
-        ValueError: one of them is an integer or an 8-bit float; ``label`` says of what.
+        ValueError: one of them is an integer or an 8-bit float, or some are complex and others are not; ``label`` says
+            of what.
     """
+    if len({dtype.is_complex for dtype in dtypes}) > 1:
+        raise ValueError(f"{label}: expected all weights real or all complex, got {', '.join(map(str, dtypes))}")
     result = torch.float32
     for dtype in dtypes:
         if not (dtype.is_floating_point or dtype.is_complex) or dtype.itemsize == 1:
@@ -88,6 +93,12 @@ def compute_dtype(*dtypes: torch.dtype, label: str) -> torch.dtype:
             )
         result = torch.promote_types(result, dtype)
     return result
+
+
+def check_real(dtype: torch.dtype, label: str) -> None:
+    """Raises ValueError for complex weights, where a method has no meaning for them."""
+    if dtype.is_complex:
+        raise ValueError(f"{label}: expected real weights, got {dtype}")
 
 
 def subtract(finetuned: Tensor, base: Tensor, label: str) -> Tensor:
@@ -113,11 +124,26 @@ def add_block(base: Tensor, tau: Tensor, scale: float, label: str, dtype: torch.
     """
     if base.shape != tau.shape:
         raise ValueError(f"{label}: the base has shape {list(base.shape)}, the task vector {list(tau.shape)}")
-    compute_dtype(base.dtype, label=label)
+    compute_dtype(base.dtype, tau.dtype, dtype or base.dtype, label=label)
     # torch computes in the wider of the two dtypes, which is a vector's.
     result = torch.add(base, tau.to(base.device), alpha=scale).to(dtype or base.dtype)
     if not all_finite(result):
         raise ValueError(f"{label}: the merged weights are not finite in {result.dtype} (scale {scale:g})")
+    return result
+
+
+def converted(tensor: Tensor, dtype: torch.dtype, label: str) -> Tensor:
+    """A copy in another dtype.
+
+    Raises:
+        ValueError: it is not finite there although it was, or one of the two dtypes is complex; ``label`` says of what.
+    """
+    if dtype == tensor.dtype:
+        return tensor.clone()
+    compute_dtype(tensor.dtype, dtype, label=label)
+    result = tensor.to(dtype)
+    if not all_finite(result) and all_finite(tensor):
+        raise ValueError(f"{label}: the weights are not finite in {dtype}")
     return result
 
 

@@ -20,9 +20,12 @@ from torch import Tensor
 from cost_mtl.merging.source import TensorInfo
 from cost_mtl.merging.writer import CODES
 
-__all__ = ["INDEX_SUFFIX", "CheckpointSource", "ShardFile"]
+__all__ = ["INDEX_SUFFIX", "VECTOR_KIND", "CheckpointSource", "ShardFile"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
+
+VECTOR_KIND = "cost_mtl.task_vector"
+"""What a saved task vector's metadata has under "kind"."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class ShardFile:
 class CheckpointSource:
     """A safetensors checkpoint as a source of tensors (see :class:`cost_mtl.merging.source.TensorSource`).
 
-    The file is opened anew for each tensor and closed again (0.1 ms), so that pages of files read earlier do not stay
+    The file is opened for each tensor and closed again (0.1 ms), so that pages of files read earlier do not stay
     mapped: the memory in use is that of the tensors in use.
 
     Args:
@@ -96,6 +99,14 @@ class CheckpointSource:
             )
 
     @property
+    def origins(self) -> frozenset[Path]:
+        """What is read: the path as it was given, and each file."""
+        files = [self.folder / shard.filename for shard in self.shards]
+        if self.index_name:
+            files.append(self.folder / self.index_name)
+        return frozenset(file.absolute() for file in (self.path, *files))
+
+    @property
     def metadata(self) -> Mapping[str, str]:
         """The free-form metadata of the first file."""
         return self.shards[0].metadata
@@ -146,7 +157,7 @@ def _find(path: Path, name: str) -> Path:
 def _read_index(path: Path, name: str) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{name}: {path} is no readable index ({error})") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

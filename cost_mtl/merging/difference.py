@@ -3,53 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cost_mtl.merging.adapter import adapter_blocks, is_adapter
+from cost_mtl.merging.adapter import adapter_blocks, adapter_origins, is_adapter
+from cost_mtl.merging.adapter_layers import check_no_adapter
 from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, subtract
+from cost_mtl.merging.fields import VectorFields
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.keys import KeyPolicy, match_keys
-from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, open_source
+from cost_mtl.merging.opening import open_source
+from cost_mtl.merging.source import MappingSource, TensorInfo, TensorSource, origins_of
 
-__all__ = ["Difference", "difference"]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The fields of a :class:`cost_mtl.merging.TaskVector`."""
-
-    blocks: Mapping[str, Tensor]
-    digests: BaseDigests
-    added: Mapping[str, torch.dtype] = field(default_factory=dict)
-    statistics: tuple[Mapping[str, Tensor], ...] = ()
+__all__ = ["difference"]
 
 
-def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Sequence[str], name: str) -> Difference:
+def difference(base: TensorSource, finetuned: Any, keys: KeyPolicy, exclude: Sequence[str], name: str) -> VectorFields:
     """The difference of two models, or of an adapter; arguments and errors as of TaskVector.
 
     A model in memory may change or go afterwards, so with one the blocks are computed at once. With files alone they
     are computed at each access.
     """
+    check_no_adapter(base)
     if is_adapter(finetuned):
         lazy = adapter_blocks(base, finetuned, name, exclude)
         digests = BaseDigests(blocks=lazy, source=base)
+        origins = origins_of(base) | adapter_origins(finetuned)
         if isinstance(base, MappingSource):
-            return Difference(dict(lazy), digests.computed())
-        return Difference(lazy, digests)
+            return VectorFields(dict(lazy), digests.computed(), origins=origins)
+        return VectorFields(lazy, digests, origins=origins)
     theta = open_source(finetuned, name)
+    check_no_adapter(theta)
     matched = match_keys(base, theta, keys, exclude)
     stored = dict(matched.blocks)
     lazy = LazyBlocks(_infos(base, theta, stored, matched.added), lambda key: _block(base, theta, stored, key))
     digests = BaseDigests(blocks=stored, source=base)
     added = {key: theta.infos[key].dtype for key in matched.added}
     statistics = ({key: theta.read(other).clone() for key, other in matched.statistics},) if matched.statistics else ()
+    origins = origins_of(base) | origins_of(theta)
     if isinstance(base, MappingSource) or isinstance(theta, MappingSource):
-        return Difference(dict(lazy), digests.computed(), added, statistics)
-    return Difference(lazy, digests, added, statistics)
+        return VectorFields(dict(lazy), digests.computed(), added, statistics, origins)
+    return VectorFields(lazy, digests, added, statistics, origins)
 
 
 def _infos(

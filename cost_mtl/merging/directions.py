@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cost_mtl.merging.blocks import check_real
 from cost_mtl.merging.source import Model
 from cost_mtl.merging.task_vector import TaskVector
 
@@ -38,6 +39,7 @@ def random_matched_direction(delta: TaskVector, seed: int, iteration: int) -> Ta
     """Gaussian blocks, each with the norm of δ's; keyed on (seed, iteration, block) and drawn on the CPU."""
 
     def draw(block: str, tau: Tensor) -> Tensor:
+        check_real(tau.dtype, repr(block))
         key = hashlib.sha256(f"{seed}:{iteration}:{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
         noise = torch.randn(tau.shape, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""DV-BASI: going on from a merge that has stagnated, by scaling its difference vector (AAAI-26, arXiv 2511.17987).
+"""DV-BASI: improving a merge that has stagnated, by scaling its difference vector (AAAI-26, arXiv 2511.17987).
 
 ::
 
@@ -43,7 +43,7 @@ class Iteration:
 
     Attributes:
         number: from 1.
-        coefficients: λ [D, B] of its D directions, as applied; zeros where nothing was better than standing still.
+        coefficients: λ [D, B] of its D directions, as applied; zeros where no step was better than none.
         blocks: the B names of the columns.
         before, after: selection value before and after; after <= before.
         fit: how the training went.
@@ -127,7 +127,7 @@ class DVBASI:
         exclude: Sequence[str] = (),
         on_iteration: Callable[[Iteration, nn.Module], None] | None = None,
     ) -> DVBASIResult:
-        """Goes on from where ``model`` stands; the model itself is not changed.
+        """Runs the iteration from ``model``, which itself is not changed.
 
         Args:
             model: at the start: a merged model, or one model fine-tuned on one task (the single-task form).
@@ -136,7 +136,7 @@ class DVBASI:
             history: earlier points of the way to the start (merges tried before, fine-tuned models) for
                 ``direction="history"``. Without any, its directions are block-wise multiples of δ_0, and it can reach
                 nothing that "difference" can't.
-            exclude: patterns of parameters that stay as they are, heads say.
+            exclude: patterns of parameters that are not changed, for example heads.
             on_iteration: called after each iteration with it and a model at the new point.
 
         Returns:
@@ -150,7 +150,7 @@ class DVBASI:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a module to run, got {type(model).__name__}")
         if history and self.direction != "history":
-            raise ValueError(f'history: it serves direction="history" alone, got direction={self.direction!r}')
+            raise ValueError(f'history: expected direction="history" with it, got direction={self.direction!r}')
         point = copy.deepcopy(model)
         earlier: list[Model] = list(history)
         done: list[Iteration] = []

@@ -1,4 +1,4 @@
-"""Merging checkpoints on disk: read, combine and write one tensor of the base's layout after the other."""
+"""Merging checkpoints on disk: read, combine and write one tensor after the other, in the base's layout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from cost_mtl._version import __version__
 from cost_mtl.merging.apply import block_keys, merged_tensor, warn_about_statistics
-from cost_mtl.merging.atomic import check_output
-from cost_mtl.merging.blocks import checked_factor, compute_dtype, shape_of
+from cost_mtl.merging.blocks import checked_factor, compute_dtype, converted, shape_of
 from cost_mtl.merging.checkpoint import INDEX_SUFFIX, CheckpointSource, ShardFile
+from cost_mtl.merging.destination import Destination
 from cost_mtl.merging.keys import KeyPolicy, is_statistic
 from cost_mtl.merging.source import TensorInfo
 from cost_mtl.merging.statistics import BufferPolicy, check_policy
-from cost_mtl.merging.storage import is_saved_vector, load_vector, write_checkpoint
+from cost_mtl.merging.storage import is_saved_vector, write_checkpoint
 from cost_mtl.merging.task_vector import TaskVector
 
 __all__ = ["merge_checkpoint", "open_vectors"]
@@ -41,7 +41,7 @@ def open_vectors(
     if not models:
         raise ValueError("models: expected at least one model, got none")
     return [
-        load_vector(path, base=base.path).select(lambda block: not any(fnmatchcase(block, p) for p in exclude))
+        TaskVector.load(path, base=base.path).select(lambda block: not any(fnmatchcase(block, p) for p in exclude))
         if is_saved_vector(path)
         else TaskVector(base, path, keys=keys, exclude=exclude, name=f"models[{number}] ({Path(path).name})")
         for number, path in enumerate(models)
@@ -74,7 +74,8 @@ def merge_checkpoint(
         buffers: BatchNorm's running statistics: "keep" the base's or "average" the models'. To recalibrate them, load
             the result and call :func:`cost_mtl.merging.recalibrate_batchnorm`.
         dtype: that of the weights written, and what a copied ``config.json`` then names; default: the base's.
-        overwrite: replace what is at ``out``.
+        overwrite: replace an earlier model at ``out``. What the merge reads (the base, the models, an adapter's base)
+            is never replaced, nor is a folder that holds anything but a model.
         note: kept in the files' metadata, beside this package's version: how the merge was made.
         on_tensor: called with each key that is done, for a progress bar.
 
@@ -86,7 +87,12 @@ def merge_checkpoint(
     if dtype is not None:
         compute_dtype(dtype, label="dtype")
     target = Path(out)
-    _check_target(base, target, overwrite)
+    companions = {} if target.suffix == ".safetensors" else _companions(base, dtype)
+    beside = {(base.folder / name).absolute() for name in companions}
+    destination = Destination(target, overwrite, base.origins | vector.origins | beside, companions)
+    destination.check()  # before any work
+    if target.suffix == ".safetensors" and len(base.shards) > 1:
+        raise ValueError(f"out: expected a folder for the base's {len(base.shards)} shards, got the file {target}")
     block_of = block_keys(base, vector)
     added = tuple(key for key in vector.added if key not in base.infos)
     warn_about_statistics(base, vector, buffers)
@@ -95,7 +101,7 @@ def merge_checkpoint(
         if key in base.infos:
             tensor = merged_tensor(base, key, vector, block_of, scale, buffers, infos[key].dtype)
         else:
-            tensor = (vector.blocks[key] * scale).to(infos[key].dtype)
+            tensor = converted(vector.blocks[key] * scale, infos[key].dtype, repr(key))
         if on_tensor is not None:
             on_tensor(key)
         return tensor
@@ -105,31 +111,21 @@ def merge_checkpoint(
         for key, info in base.infos.items()
     }
     infos |= {key: TensorInfo(shape_of(vector.blocks, key).shape, dtype or vector.added[key]) for key in added}
+    for key in base.infos:
+        if dtype is not None and _is_weight(base, key) and base.infos[key].dtype.itemsize > 1:
+            compute_dtype(dtype, base.infos[key].dtype, label=f"dtype, {key!r}")
     provenance = {"cost_mtl": json.dumps({"version": __version__, "scale": scale, "note": note})}
     shards = [ShardFile(s.filename, s.keys, {**s.metadata, **provenance}) for s in base.shards]
     if added:
         shards[-1] = ShardFile(shards[-1].filename, shards[-1].keys + added, shards[-1].metadata)
     write_checkpoint(
-        target,
+        destination,
         shards,
         infos,
         read,
         index_name=base.index_name or None,
         index_metadata=_index_metadata(base, added),
-        companions={} if target.suffix == ".safetensors" else _companions(base, dtype),
-        overwrite=overwrite,
     )
-
-
-def _check_target(base: CheckpointSource, target: Path, overwrite: bool) -> None:
-    check_output(target, overwrite)
-    if target.suffix == ".safetensors" and len(base.shards) > 1:
-        raise ValueError(f"out: expected a folder for the base's {len(base.shards)} shards, got the file {target}")
-    folder = target.parent if target.suffix == ".safetensors" else target
-    if folder.resolve() == base.folder.resolve() and (
-        folder == target or target.name in {shard.filename for shard in base.shards}
-    ):
-        raise ValueError(f"out: {target} is the base itself: expected another path")
 
 
 def _is_weight(base: CheckpointSource, key: str) -> bool:
@@ -162,9 +158,9 @@ def _config_in(path: Path, dtype: str) -> bytes:
     raw = path.read_bytes()
     try:
         config = json.loads(raw)
-    except ValueError:
+        changed = _with_dtype(config, dtype)
+    except (ValueError, RecursionError):
         return raw
-    changed = _with_dtype(config, dtype)
     return raw if changed == config else (json.dumps(changed, indent=2) + "\n").encode()
 
 

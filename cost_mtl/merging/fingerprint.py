@@ -31,7 +31,7 @@ class BaseDigests(Mapping[str, str]):
 
     Args:
         known: the digests at hand.
-        blocks: the blocks of which ``source`` can tell the digest.
+        blocks: the blocks whose digests can be computed from ``source``.
         source: the base.
     """
 

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from cost_mtl.merging.merged_model import MergedModel
-
-__all__ = ["FitReport", "FitSettings", "Loss", "fit"]
+__all__ = ["FitReport", "FitSettings", "Fittable", "Loss", "fit"]
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss(model, batch)`` -> scalar; ``model`` is called like the model that is merged, any number of times."""
+
+
+class Fittable(Protocol):
+    """What a fit needs of a model with coefficients; :class:`cost_mtl.merging.MergedModel` has it."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The coefficients."""
+        ...
+
+    def starting_points(self) -> list[list[Tensor]]:
+        """Coefficients to evaluate before training, those that training starts from first."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Context in which the model is in eval mode."""
+        ...
+
+    def merged_once(self) -> AbstractContextManager[None]:
+        """Context in which the weights are computed once for any number of calls."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +48,7 @@ class FitSettings:
         patience: epochs in which the held-out value sets no new minimum of the training's course, after which training
             stops; default 5, as published (there it is the training loss that is watched).
         clip: largest norm of the gradient; default 1, as published. None clips nothing.
-        l1, l2: weights of Σ|c| and Σc² in the loss, for a penalty of one's own choice; default 0.
+        l1, l2: weights of Σ|c| and Σc² in the loss, for an optional penalty; default 0.
         weight_decay: AdamW's, default 0: decay pulls the coefficients of a merge towards its start, and what a later
             iteration seems to gain is then only what the decay had taken.
     """
@@ -86,12 +104,12 @@ class FitReport:
 
 
 def fit(
-    merged: MergedModel,
+    merged: Fittable,
     loss: Loss,
     train: Iterable[Any],
     held_out: Iterable[Any] | None = None,
     *,
-    selection: Callable[[MergedModel], float] | None = None,
+    selection: Callable[[Any], float] | None = None,
     settings: FitSettings | None = None,
     on_epoch: Callable[[int, float], None] | None = None,
 ) -> FitReport:
@@ -124,7 +142,7 @@ def fit(
     optimizer = torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     starts, best, best_point = _best_start(merged, parameters, evaluate)
     best_epoch, stopped = 0, "budget"
-    # Patience is with the training's own course, which may start above a candidate (λ = 0) and pass below it later.
+    # Patience counts from the lowest value of the training itself, which may start above a candidate (λ = 0).
     lowest, lowest_epoch = starts[0], 0
     train_losses: list[float] = []
     values: list[float] = []
@@ -151,10 +169,10 @@ def fit(
 
 
 def _selection(
-    merged: MergedModel,
+    merged: Fittable,
     loss: Loss,
     held_out: Iterable[Any] | None,
-    selection: Callable[[MergedModel], float] | None,
+    selection: Callable[[Any], float] | None,
 ) -> Callable[[], float]:
     if (held_out is None) == (selection is None):
         raise ValueError("held_out, selection: expected exactly one of them")
@@ -173,7 +191,7 @@ def _selection(
 
 
 def _best_start(
-    merged: MergedModel, parameters: Sequence[Tensor], evaluate: Callable[[], float]
+    merged: Fittable, parameters: Sequence[Tensor], evaluate: Callable[[], float]
 ) -> tuple[tuple[float, ...], float, list[Tensor]]:
     """Selection values of the starting points, and the best of these; the coefficients stay where they were."""
     points = merged.starting_points()
@@ -189,7 +207,7 @@ def _best_start(
 
 
 def _train_epoch(
-    merged: MergedModel,
+    merged: Fittable,
     parameters: Sequence[Tensor],
     optimizer: torch.optim.Optimizer,
     loss: Loss,

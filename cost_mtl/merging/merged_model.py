@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from cost_mtl.merging.adapter_layers import check_no_adapter
 from cost_mtl.merging.blocks import all_finite, compute_dtype
 from cost_mtl.merging.fitting import fit
+from cost_mtl.merging.opening import open_source
 from cost_mtl.merging.task_vector import TaskVector
 
 __all__ = ["MergedModel"]
@@ -22,12 +24,12 @@ __all__ = ["MergedModel"]
 class MergedModel(nn.Module, ABC):
     """θ(c) = θ_pre + (a function of the coefficients c and of the task vectors), usable like the model itself.
 
-    The model is called through ``torch.func.functional_call`` and never changed; ``parameters()`` are the coefficients
-    alone, so ``torch.optim.Adam(merged.parameters())`` trains them in a loop of one's own, and :meth:`fit` in ours.
-    Parameters of the model that no task vector touches (heads, say) are used as they are.
+    The model is called through ``torch.func.functional_call`` and never changed; ``parameters()`` are only the
+    coefficients: train them by :meth:`fit`, or in your own loop by ``torch.optim.Adam(merged.parameters())``.
+    Parameters of the model that no task vector has (heads, for example) are used unchanged.
 
     Args:
-        model: stands at θ_pre. Its buffers and its mode (train or eval) are the caller's; see :meth:`forward`.
+        model: at θ_pre. Its buffers and its mode (train or eval) are not changed; see :meth:`forward`.
         vectors: T task vectors; brought into memory, on the model's device.
 
     Raises:
@@ -48,6 +50,7 @@ class MergedModel(nn.Module, ABC):
             raise TypeError(f"model: expected a module to run, got {type(model).__name__}")
         if not vectors:
             raise ValueError("vectors: expected at least one task vector, got none")
+        check_no_adapter(open_source(model, "model"))
         # In a tuple: as an attribute the model would be a submodule, and its weights trainable parameters of this one.
         self._model = (model,)
         self._slots = _slots(model)
@@ -86,7 +89,7 @@ class MergedModel(nn.Module, ABC):
         return [[parameter.detach().clone() for parameter in self.parameters()]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output at θ(c). Buffers are the model's own: call it in eval mode to leave them alone."""
+        """The model's output at θ(c). In training mode it updates the model's buffers, in eval mode not."""
         tensors = self._merged() if self._cached is None else self._cached
         values = {slot: tensors[block] for block in self.blocks for slot in self._slots[self._names[block]]}
         # Each slot is named once, so torch need not tie anything: with its own tying, a layer that is reached under

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from cost_mtl.merging.blocks import check_real
 from cost_mtl.merging.merged_model import MergedModel
 from cost_mtl.merging.task_vector import TaskVector
 
@@ -40,7 +41,7 @@ class RankPruning(MergedModel):
     attention and MLP layers. The singular vectors take up to twice the memory of the T task vectors.
 
     Args:
-        model: stands at θ_pre, see :class:`MergedModel`.
+        model: at θ_pre, see :class:`MergedModel`.
         vectors: T task vectors.
         scale: start of all λ; default 0.3, the usual scale of task arithmetic.
         keep: share of the singular directions, largest first, that are in the merge at the start; default 1, all.
@@ -68,6 +69,7 @@ class RankPruning(MergedModel):
         self._decomposed: dict[str, _Decomposed] = {}
         for block in self.blocks:
             rows, taus = self._stacked(block, vectors)
+            check_real(taus.dtype, repr(block))
             if block in self.matrices:
                 u, s, vt = torch.linalg.svd(taus.flatten(2), full_matrices=False)
                 self._decomposed[block] = _Decomposed(rows, u, s, vt)

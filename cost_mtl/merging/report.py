@@ -13,7 +13,7 @@ __all__ = ["format_report", "merge_report"]
 
 
 def merge_report(base: CheckpointSource, vectors: Sequence[TaskVector], names: Sequence[str]) -> dict[str, Any]:
-    """Reads everything once and says how the models lie to each other; T tensors of one block are in memory.
+    """Reads everything once and reports norms and cosines of the task vectors; T tensors of one block are in memory.
 
     Returns:
         A dictionary that json can write: the base's tensors, bytes and shards; for each model its blocks, the keys

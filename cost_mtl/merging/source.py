@@ -7,14 +7,15 @@ hold a model that is on disk.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MappingSource", "Model", "TensorInfo", "TensorSource", "names_of", "open_source"]
+__all__ = ["MappingSource", "Model", "TensorInfo", "TensorSource", "names_of", "origins_of"]
 
 Model = nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]
 """A module, a state_dict, or the path of a safetensors file, of a checkpoint's index or of a checkpoint's folder."""
@@ -42,7 +43,7 @@ class TensorSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What errors call it, "base" say."""
+        """What errors call it, for example "base"."""
         ...
 
     @property
@@ -66,13 +67,22 @@ class TensorSource(Protocol):
 
 
 class MappingSource:
-    """A state_dict as a source. Tied weights (two names, one memory) count once, under their first name."""
+    """A state_dict as a source. Tied weights (two names, one memory) count once, under their first name.
 
-    def __init__(self, tensors: Mapping[str, Tensor], name: str, buffers: Iterable[str] = ()) -> None:
+    Args:
+        tensors: the state_dict.
+        name: what errors call it.
+        module: the module that it is of, where there is one.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], name: str, module: nn.Module | None = None) -> None:
         self.name = name
+        self.module = module
         self.aliases: dict[str, str] = {}
         self.infos: dict[str, TensorInfo] = {}
-        self.buffers = frozenset(buffers)
+        self.buffers = (
+            frozenset(key for key, _ in module.named_buffers(remove_duplicate=False)) if module else frozenset()
+        )
         self._tensors: dict[str, Tensor] = {}
         seen: dict[tuple[object, ...], str] = {}
         for key, tensor in tensors.items():
@@ -117,31 +127,11 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
     return (tuple(tensor.shape), tensor.stride())
 
 
+def origins_of(source: TensorSource) -> frozenset[Path]:
+    """Files and folders that a source reads, which must not be overwritten; none for a model in memory."""
+    return frozenset(getattr(source, "origins", ()))
+
+
 def names_of(source: TensorSource, key: str) -> list[str]:
     """All names of a stored tensor, its own first."""
     return [key, *(alias for alias, target in source.aliases.items() if target == key)]
-
-
-def open_source(model: Model | TensorSource, name: str) -> TensorSource:
-    """Opens a model for reading.
-
-    Args:
-        model: see :data:`Model`.
-        name: what errors call it.
-
-    Raises:
-        TypeError: it is none of these, or the state_dict holds something else than dense tensors.
-        FileNotFoundError, ValueError: the file or one of its shards is missing or not readable.
-    """
-    if isinstance(model, nn.Module):
-        buffers = [key for key, _ in model.named_buffers(remove_duplicate=False)]
-        return MappingSource(model.state_dict(), name, buffers)
-    if isinstance(model, Mapping):
-        return MappingSource(model, name)
-    if isinstance(model, str | os.PathLike):
-        from cost_mtl.merging.checkpoint import CheckpointSource  # here, since that module builds on this one
-
-        return CheckpointSource(model, name)
-    if isinstance(model, TensorSource):
-        return model
-    raise TypeError(f"{name}: expected a module, a state_dict or a path, got {type(model).__name__}")

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from cost_mtl.merging.blocks import check_real
 from cost_mtl.merging.task_vector import TaskVector
 from cost_mtl.merging.ties_merge import check_density
 
@@ -33,6 +34,7 @@ def dare(vector: TaskVector, density: float = 0.1, seed: int = 0) -> TaskVector:
     def thin(block: str, tau: Tensor) -> Tensor:
         from peft.utils.merge_utils import prune  # heavy, and only some merges need it
 
+        check_real(tau.dtype, repr(block))
         key = hashlib.sha256(f"{seed}:{block}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(int.from_bytes(key[:7], "big"))
@@ -58,7 +60,8 @@ def breadcrumbs(vector: TaskVector, lower: float = 0.85, upper: float = 0.993) -
     if not 0 <= lower < upper <= 1:
         raise ValueError(f"lower, upper: expected 0 <= lower < upper <= 1, got {lower} and {upper}")
 
-    def thin(_: str, tau: Tensor) -> Tensor:
+    def thin(block: str, tau: Tensor) -> Tensor:
+        check_real(tau.dtype, repr(block))
         order = tau.abs().reshape(-1).argsort(stable=True)
         count = order.numel()
         kept = order[_floor(lower * count) : count - _floor((1 - upper) * count)]

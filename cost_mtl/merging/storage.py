@@ -6,24 +6,23 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cost_mtl.merging.atomic import atomic_folder, atomic_path
-from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, shape_of
-from cost_mtl.merging.checkpoint import INDEX_SUFFIX, CheckpointSource, ShardFile
+from cost_mtl.merging.blocks import LazyBlocks, compute_dtype, converted, shape_of
+from cost_mtl.merging.checkpoint import INDEX_SUFFIX, VECTOR_KIND, CheckpointSource, ShardFile
+from cost_mtl.merging.destination import Destination
+from cost_mtl.merging.fields import HasFields, VectorFields
 from cost_mtl.merging.fingerprint import BaseDigests, check_base
-from cost_mtl.merging.source import Model, TensorInfo, open_source
-from cost_mtl.merging.writer import write_safetensors
-
-if TYPE_CHECKING:
-    from cost_mtl.merging.task_vector import TaskVector
+from cost_mtl.merging.opening import open_source
+from cost_mtl.merging.source import Model, TensorInfo
+from cost_mtl.merging.writer import CODES, write_safetensors
 
 __all__ = ["is_saved_vector", "load_vector", "plan_shards", "save_vector", "write_checkpoint"]
 
-_KIND = "cost_mtl.task_vector"
 _STATISTICS = "__statistics__"
 
 
@@ -48,41 +47,38 @@ def plan_shards(infos: Mapping[str, TensorInfo], stem: str, limit: int, metadata
 
 
 def write_checkpoint(
-    out: Path,
+    destination: Destination,
     shards: Sequence[ShardFile],
     infos: Mapping[str, TensorInfo],
     read: Callable[[str], Tensor],
     *,
     index_name: str | None = None,
     index_metadata: Mapping[str, Any] | None = None,
-    companions: Mapping[str, Callable[[], bytes]] | None = None,
-    overwrite: bool = False,
 ) -> None:
     """Writes shards one after the other, tensor by tensor: what is in memory is what ``read`` works with.
 
     Args:
-        out: a file (``*.safetensors``, one shard) or a folder.
+        destination: a file (``*.safetensors``, one shard) or a folder, and the files that go beside the shards there.
         shards: files, and the keys of each.
         infos: key -> shape and dtype of what is written.
         read: key -> tensor.
         index_name: the index's name; None writes none. Its ``total_size`` is counted here.
         index_metadata: further entries of the index's ``metadata``.
-        companions: further files of the folder: name -> what gives their content.
-        overwrite: replace what is there.
 
     Raises:
-        FileExistsError, FileNotFoundError: ``out`` exists, or its parent folder does not.
+        FileExistsError, FileNotFoundError, ValueError: see :meth:`Destination.check`.
         Anything that ``read`` raises; nothing is left of the output then.
     """
+    out = destination.path
     if out.suffix == ".safetensors":
         if len(shards) != 1:
             raise ValueError(f"out: expected a folder for {len(shards)} shards, got the file {out}")
-        with atomic_path(out, overwrite=overwrite) as staging:
+        with atomic_path(out, destination.check) as staging:
             _write_shard(staging, shards[0], infos, read)
         return
-    with atomic_folder(out, overwrite=overwrite) as folder:
+    with atomic_folder(out, destination.check) as folder:
         sizes = [_write_shard(folder / shard.filename, shard, infos, read) for shard in shards]
-        for name, content in (companions or {}).items():
+        for name, content in destination.companions.items():
             (folder / name).write_bytes(content())
         if index_name is not None:
             index = {
@@ -97,7 +93,7 @@ def _write_shard(path: Path, shard: ShardFile, infos: Mapping[str, TensorInfo], 
 
 
 def save_vector(
-    vector: TaskVector,
+    vector: HasFields,
     path: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
@@ -112,15 +108,19 @@ def save_vector(
         dtype: what to store it in; default: as computed (float32). bfloat16 halves the file, and rounds each value to
             8 bits, 0.2 % of it on average.
         shard_bytes: the largest shard in a folder; default 5 GiB, as large as hubs like their files.
-        overwrite: replace what is there.
+        overwrite: replace an earlier task vector there.
+
+    Raises:
+        FileExistsError, FileNotFoundError: ``path`` exists, or its parent folder does not.
+        ValueError: ``overwrite`` would replace something else than a task vector, or what the vector was read from.
     """
     if dtype is not None:
         compute_dtype(dtype, label="dtype")  # refuses integers and 8-bit floats
     out = Path(path)
     metadata = {
         "format": "pt",
-        "kind": _KIND,
-        "base_hash": vector.base_hash,
+        "kind": VECTOR_KIND,
+        "base_hash": vector.base_digests.combined(),
         "base_digests": json.dumps(dict(vector.base_digests)),
         "added": json.dumps({block: str(added).removeprefix("torch.") for block, added in vector.added.items()}),
     }
@@ -132,21 +132,26 @@ def save_vector(
     stored = {block: shape_of(vector.blocks, block) for block in vector.blocks}
     infos = {block: TensorInfo(info.shape, dtype or info.dtype) for block, info in stored.items()}
     infos |= {key: TensorInfo(tuple(tensor.shape), tensor.dtype) for key, tensor in statistics.items()}
+    for block, info in stored.items():
+        compute_dtype(infos[block].dtype, info.dtype, label=f"dtype, {block!r}")
     single = out.suffix == ".safetensors"
     shards = plan_shards(
         infos, "task_vector", sum(i.nbytes for i in infos.values()) if single else shard_bytes, metadata
     )
+
+    def read(key: str) -> Tensor:
+        return statistics[key] if key in statistics else converted(vector.blocks[key], infos[key].dtype, repr(key))
+
     write_checkpoint(
-        out,
+        Destination(out, overwrite, vector.origins, vector=True),
         shards,
         infos,
-        lambda key: statistics[key] if key in statistics else vector.blocks[key].to(infos[key].dtype),
+        read,
         index_name="task_vector" + INDEX_SUFFIX if len(shards) > 1 else None,
-        overwrite=overwrite,
     )
 
 
-def load_vector(path: str | os.PathLike[str], *, base: Model | None) -> TaskVector:
+def load_vector(path: str | os.PathLike[str], *, base: Model | None) -> VectorFields:
     """Reads a task vector; its blocks stay on disk until they are used.
 
     Args:
@@ -156,12 +161,11 @@ def load_vector(path: str | os.PathLike[str], *, base: Model | None) -> TaskVect
     Raises:
         ValueError: the file holds no task vector or is not complete, or ``base`` is another model.
     """
-    from cost_mtl.merging.task_vector import TaskVector
-
     source = CheckpointSource(path, "task vector")
-    if source.metadata.get("kind") != _KIND:
+    if source.metadata.get("kind") != VECTOR_KIND:
         raise ValueError(f"path: {path} holds no task vector that was saved by this package")
-    digests = BaseDigests(json.loads(source.metadata["base_digests"]))
+    digests = BaseDigests(_names(source, "base_digests", path))
+    added = _added(source, path)
     if base is not None:
         if not digests:
             raise ValueError(f"base: {path} does not know its base (without_base() was used); pass base=None")
@@ -175,12 +179,34 @@ def load_vector(path: str | os.PathLike[str], *, base: Model | None) -> TaskVect
         else:
             blocks[key] = TensorInfo(info.shape, compute_dtype(info.dtype, label=f"{source.name}, {key!r}"))
     lazy = LazyBlocks(blocks, lambda block: source.read(block).to(blocks[block].dtype))
-    return TaskVector.from_blocks(
+    return VectorFields(
         lazy,
-        added={block: getattr(torch, name) for block, name in json.loads(source.metadata["added"]).items()},
         base_digests=digests,
+        added=added,
         statistics=tuple(statistics.values()),
+        origins=source.origins,
     )
+
+
+def _names(source: CheckpointSource, field: str, path: str | os.PathLike[str]) -> dict[str, str]:
+    """A field of a saved vector's metadata: a JSON object whose values are strings."""
+    try:
+        value = json.loads(source.metadata[field])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ValueError(f"path: the metadata of {path} has no readable {field} ({type(error).__name__})") from error
+    if not isinstance(value, dict) or not all(isinstance(entry, str) for entry in value.values()):
+        raise ValueError(f"path: expected {field} of {path} to map names to strings, got {str(value)[:80]}")
+    return value
+
+
+def _added(source: CheckpointSource, path: str | os.PathLike[str]) -> dict[str, torch.dtype]:
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in CODES.values()}
+    names = _names(source, "added", path)
+    for block, name in names.items():
+        if block not in source.infos or name not in dtypes:
+            raise ValueError(f"path: {path} adds {block!r} in {name!r}, expected one of its blocks and a dtype")
+        compute_dtype(dtypes[name], source.infos[block].dtype, label=f"path: {path}, added, {block!r}")
+    return {block: dtypes[name] for block, name in names.items()}
 
 
 def is_saved_vector(path: str | os.PathLike[str]) -> bool:
@@ -190,4 +216,4 @@ def is_saved_vector(path: str | os.PathLike[str]) -> bool:
         return (target / "task_vector.safetensors").is_file() or (target / ("task_vector" + INDEX_SUFFIX)).is_file()
     if target.suffix != ".safetensors" or not target.is_file():
         return False
-    return CheckpointSource(target, str(target)).metadata.get("kind") == _KIND
+    return CheckpointSource(target, str(target)).metadata.get("kind") == VECTOR_KIND

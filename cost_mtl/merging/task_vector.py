@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 from cost_mtl.merging.apply import apply_vector
 from cost_mtl.merging.blocks import LazyBlocks, checked_factor, compute_dtype, dot, shape_of, weighted_sum
 from cost_mtl.merging.difference import difference
+from cost_mtl.merging.fields import HasFields
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.keys import KeyPolicy
-from cost_mtl.merging.source import Model, TensorInfo, TensorSource, open_source
+from cost_mtl.merging.opening import open_source
+from cost_mtl.merging.source import Model, TensorInfo, TensorSource
 from cost_mtl.merging.statistics import BufferPolicy
+from cost_mtl.merging.storage import load_vector, save_vector
 
 __all__ = ["TaskVector", "combine", "gram"]
 
@@ -38,7 +42,7 @@ class TaskVector:
         finetuned: θ: the same, or a PEFT LoRA adapter (its folder, or a PeftModel) trained on ``base``.
         keys: "strict" (default: the key sets must be equal, since a key that differs is most often a mistake),
             "intersection" or "union", see :func:`cost_mtl.merging.keys.match_keys`. An adapter needs none of these.
-        exclude: shell patterns of keys to leave alone, heads of different size say (``["head.*"]``).
+        exclude: shell patterns of keys to leave alone, for example heads of different size (``["head.*"]``).
         name: what errors call the fine-tuned model.
 
     Raises:
@@ -50,12 +54,14 @@ class TaskVector:
         added: blocks that the base lacks, with the fine-tuned model's dtype (``keys="union"`` only).
         base_digests: block -> digest of the base's values; from files computed, and kept, when first asked for.
         statistics: BatchNorm's running statistics of every fine-tuned model that went in; no part of the arithmetic.
+        origins: files and folders that were read for it, which :meth:`save` and merges never overwrite.
     """
 
     blocks: Mapping[str, Tensor]
     added: Mapping[str, torch.dtype]
     base_digests: BaseDigests
     statistics: tuple[Mapping[str, Tensor], ...]
+    origins: frozenset[Path] = frozenset()  # what vectors pickled by earlier versions have
 
     __array_ufunc__ = None  # NumPy scalars leave ``scalar * vector`` to __rmul__
 
@@ -68,9 +74,11 @@ class TaskVector:
         exclude: Sequence[str] = (),
         name: str = "finetuned",
     ) -> None:
-        parts = difference(open_source(base, "base"), finetuned, keys, exclude, name)
-        self.blocks, self.added, self.statistics = parts.blocks, parts.added, parts.statistics
-        self.base_digests = parts.digests
+        self._take(difference(open_source(base, "base"), finetuned, keys, exclude, name))
+
+    def _take(self, fields: HasFields) -> None:
+        self.blocks, self.base_digests, self.added = fields.blocks, fields.base_digests, fields.added
+        self.statistics, self.origins = fields.statistics, fields.origins
 
     @classmethod
     def from_blocks(
@@ -81,13 +89,15 @@ class TaskVector:
         added: Mapping[str, torch.dtype] | None = None,
         base_digests: BaseDigests | None = None,
         statistics: tuple[Mapping[str, Tensor], ...] = (),
+        origins: frozenset[Path] = frozenset(),
     ) -> TaskVector:
         """A vector from its blocks.
 
         Args:
             blocks: block -> tensor; not copied.
-            like: a vector of the same base, whose ``added``, ``base_digests`` and ``statistics`` are taken over.
-            added, base_digests, statistics: these, where no ``like`` is given.
+            like: a vector of the same base, whose ``added``, ``base_digests``, ``statistics`` and ``origins`` are taken
+                over.
+            added, base_digests, statistics, origins: these, where no ``like`` is given.
         """
         if not blocks:
             raise ValueError("blocks: expected at least one block, got none")
@@ -96,6 +106,7 @@ class TaskVector:
         vector.added = dict(like.added if like else added or {})
         vector.base_digests = like.base_digests if like else base_digests or BaseDigests()
         vector.statistics = like.statistics if like else statistics
+        vector.origins = like.origins if like else origins
         return vector
 
     @property
@@ -104,8 +115,8 @@ class TaskVector:
         return self.base_digests.combined()
 
     def without_base(self) -> TaskVector:
-        """The same vector without the memory of its base, for arithmetic across bases on purpose."""
-        return TaskVector.from_blocks(self.blocks, added=self.added, statistics=self.statistics)
+        """The same vector without the memory of its base, for arithmetic across different bases."""
+        return TaskVector.from_blocks(self.blocks, added=self.added, statistics=self.statistics, origins=self.origins)
 
     # -------------------------------------------------------------------------------------------- arithmetic
 
@@ -230,8 +241,6 @@ class TaskVector:
 
         See :func:`cost_mtl.merging.storage.save_vector`.
         """
-        from cost_mtl.merging.storage import save_vector
-
         save_vector(self, path, dtype=dtype, overwrite=overwrite)
 
     @classmethod
@@ -240,9 +249,9 @@ class TaskVector:
 
         See :func:`cost_mtl.merging.storage.load_vector`.
         """
-        from cost_mtl.merging.storage import load_vector
-
-        return load_vector(path, base=base)
+        vector = cls.__new__(cls)
+        vector._take(load_vector(path, base=base))
+        return vector
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -279,12 +288,15 @@ def combine(vectors: Sequence[TaskVector], weights: Sequence[float]) -> TaskVect
     base_digests = BaseDigests.merged([vector.base_digests for vector in vectors])
     added = {block: dtype for vector in vectors for block, dtype in vector.added.items()}
     statistics = tuple(entry for vector in vectors for entry in vector.statistics)
+    origins = frozenset(path for vector in vectors for path in vector.origins)
     blocks: Mapping[str, Tensor]
     if any(isinstance(vector.blocks, LazyBlocks) for vector in vectors):
         blocks = LazyBlocks({block: _result_info(block, holding) for block, holding in holders.items()}, compute)
     else:
         blocks = {block: compute(block) for block in holders}
-    return TaskVector.from_blocks(blocks, added=added, base_digests=base_digests, statistics=statistics)
+    return TaskVector.from_blocks(
+        blocks, added=added, base_digests=base_digests, statistics=statistics, origins=origins
+    )
 
 
 def _result_info(block: str, holding: Sequence[tuple[float, TaskVector]]) -> TensorInfo:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cost_mtl.merging.blocks import LazyBlocks, checked_factor, compute_dtype, shape_of
+from cost_mtl.merging.blocks import LazyBlocks, check_real, checked_factor, compute_dtype, shape_of
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.source import TensorInfo
 from cost_mtl.merging.task_vector import TaskVector
@@ -60,6 +60,7 @@ def ties(vectors: Sequence[TaskVector], density: float = 0.2, weights: Sequence[
         added={block: dtype for vector in vectors for block, dtype in vector.added.items()},
         base_digests=BaseDigests.merged([vector.base_digests for vector in vectors]),
         statistics=tuple(entry for vector in vectors for entry in vector.statistics),
+        origins=frozenset(path for vector in vectors for path in vector.origins),
     )
 
 
@@ -85,5 +86,6 @@ def _infos(vectors: Sequence[TaskVector]) -> dict[str, TensorInfo]:
             known = infos.setdefault(block, info)
             if known.shape != info.shape:
                 raise ValueError(f"{block!r}: the task vectors have different shapes")
+            check_real(info.dtype, repr(block))
             infos[block] = TensorInfo(info.shape, compute_dtype(known.dtype, info.dtype, label=repr(block)))
     return infos

@@ -237,8 +237,14 @@ def test_an_existing_output_is_not_replaced_by_accident(folders, tmp_path):
     with pytest.raises(FileExistsError, match=r"out: .* exists"):
         merge(paths, out)
     assert listing(out) == ["mine.txt"]
-    merge(paths, out, overwrite=True)
-    assert listing(out) == listing(paths[0])
+    with pytest.raises(ValueError, match=r"out: expected a folder that holds nothing but a model, .* 'mine\.txt'"):
+        merge(paths, out, overwrite=True)
+    assert listing(out) == ["mine.txt"]
+    (out / "mine.txt").unlink()
+    for scale in (0.5, 0.25):
+        merge(paths, out, scale=scale, overwrite=True)
+        assert listing(out) == listing(paths[0])
+        assert json.loads(CheckpointSource(out, "out").metadata["cost_mtl"])["scale"] == scale
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 

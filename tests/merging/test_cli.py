@@ -102,7 +102,11 @@ WRONG = {
     "weights": (["--weights", "1"], "x.safetensors", "--weights: expected one for each of the 2 models, got 1"),
     "density": (["--method", "ties", "--density", "0"], "x.safetensors", "density: expected a number in"),
     "crumbs": (["--method", "breadcrumbs", "--lower", "0.9", "--upper", "0.1"], "x.safetensors", "lower, upper"),
-    "foreign option": (["--density", "0.5"], "x.safetensors", "--density: it serves ties and dare alone"),
+    "foreign option": (
+        ["--density", "0.5"],
+        "x.safetensors",
+        "--density: expected --method ties or dare, got task_arithmetic",
+    ),
     "pattern": (["--exclude", "zzz*"], "x.safetensors", "matches no key"),
     "folder": ([], "no/such/x.safetensors", "does not exist"),
     "existing": ([], "one.safetensors", "exists"),
@@ -171,8 +175,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_command_leaves_nothing(files, number, status):
+@pytest.mark.parametrize("again", [False, True], ids=["one signal", "and SIGHUP"])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_an_interrupted_command_leaves_nothing(files, number, status, again):
     folder, _ = files
     before = sorted(os.listdir(folder))
     process = subprocess.Popen(
@@ -183,7 +188,45 @@ def test_an_interrupted_command_leaves_nothing(files, number, status):
     assert len(os.listdir(folder)) == len(before) + 1  # the temporary file
     time.sleep(0.05)
     process.send_signal(number)
+    if again:  # as a terminal that closes: the first one to be handled says the status
+        process.send_signal(signal.SIGHUP)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == status
+    assert process.returncode in ((status, 129) if again else (status,))
     assert sorted(os.listdir(folder)) == before
     assert "Traceback" not in errors
+
+
+def test_an_ignored_hangup_stays_ignored(files):
+    """As under nohup."""
+    folder, _ = files
+    start = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SLOW
+    process = subprocess.Popen([sys.executable, "-c", start, *words(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "working\n"
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert (folder / "out.safetensors").is_file()
+
+
+@pytest.mark.parametrize("weights", [["0.75", "0.25"], ["3", "1"], ["0.1", "1"], ["0", "2"], ["7", "7"]])
+def test_an_average_of_one_model_is_that_model(files, weights):
+    folder, states = files
+    save_file(states["one"], folder / "two.safetensors")
+    assert main(words(folder, "--method", "average", "--weights", *weights)) == 0
+    for key, value in load_file(folder / "out.safetensors").items():
+        torch.testing.assert_close(value, states["one"][key])
+
+
+def test_a_weighted_average_is_the_convex_combination(files):
+    folder, states = files
+    assert main(words(folder, "--method", "average", "--weights", "3", "1")) == 0
+    for key, value in load_file(folder / "out.safetensors").items():
+        torch.testing.assert_close(value, 0.75 * states["one"][key] + 0.25 * states["two"][key])
+
+
+@pytest.mark.parametrize("weights", [["0", "0"], ["1", "-1"], ["-1", "-3"]])
+def test_weights_of_no_average_are_one_line(files, capsys, weights):
+    folder, _ = files
+    assert main(words(folder, "--method", "average", "--weights", *weights)) == 1
+    assert re.fullmatch(r"cost-mtl merge: error: --weights: expected numbers >= 0 .*\n", capsys.readouterr().err)

@@ -220,7 +220,7 @@ def test_random_directions_have_the_norms_of_the_difference(problem):
         ({"init": float("nan")}, "init: expected a finite number, got nan"),
         ({"iterations": 0}, "iterations: expected at least 1, got 0"),
         ({"direction": "sideways"}, "direction: expected one of difference, history, random_matched, got 'sideways'"),
-        ({"history": [nn.Linear(2, 2)]}, 'history: it serves direction="history" alone'),
+        ({"history": [nn.Linear(2, 2)]}, 'history: expected direction="history" with it'),
     ],
 )
 def test_wrong_settings(problem, settings, message):

@@ -319,7 +319,7 @@ def test_recalibration_keeps_modes_and_momentum(trained):
         ({"buffers": "sum"}, "buffers: expected one of keep, average, recalibrate, got 'sum'"),
         ({"buffers": "recalibrate"}, "needs a module as base, and batches"),
         ({"buffers": "recalibrate", "batches": []}, "at least one batch"),
-        ({"buffers": "keep", "batches": [torch.ones(2, 5)]}, 'serve buffers="recalibrate" alone'),
+        ({"buffers": "keep", "batches": [torch.ones(2, 5)]}, 'expected buffers="recalibrate" with them'),
         ({"buffers": "recalibrate", "batches": [torch.full((4, 5), float("nan"))]}, "'1' are not finite"),
     ],
 )

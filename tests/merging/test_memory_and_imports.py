@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+
+import cost_mtl.merging
 
 SHARDS, BLOCKS, SIDE = 3, 24, 512
 SHARD_BYTES = BLOCKS * SIDE * SIDE * 2  # bfloat16: 12 MiB
@@ -26,7 +31,7 @@ def read(field):
 split = sys.argv.index("then")
 main(sys.argv[1:split])
 with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # the peak starts anew
+    file.write("5")  # the peak starts again from here
 before = read("VmRSS")
 code = main(sys.argv[split + 1 :])
 print(read("VmHWM") - before)
@@ -82,17 +87,33 @@ def test_importing_loads_nothing_heavy():
     assert not set(heavy) & set(loaded)
 
 
-def test_the_source_imports_nothing_else_of_the_project():
-    import ast
-    from pathlib import Path
+def imports(file):
+    """The modules that a file imports anywhere in it: late, or for types alone, as well."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
-    import cost_mtl.merging
 
+def test_modules_import_each_other_in_one_direction():
+    files = {f"cost_mtl.merging.{file.stem}": file for file in Path(cost_mtl.merging.__file__).parent.glob("*.py")}
+    graph = {name: set(imports(file)) & files.keys() for name, file in files.items()}
+    assert sum(map(len, graph.values())) > len(files)
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+    assert set(order) == set(graph)
+
+
+def test_no_import_of_the_project_is_late():
+    """Only heavy packages of others are imported inside functions."""
     for file in Path(cost_mtl.merging.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for name in names:
-                assert not name.startswith("cost_mtl") or name.startswith(("cost_mtl.merging", "cost_mtl._version")), (
-                    file
-                )
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cost_mtl"):
+                assert node in tree.body, (file.name, node.module)
+
+
+def test_the_source_imports_nothing_else_of_the_project():
+    allowed = ("cost_mtl.merging", "cost_mtl._version", "cost_mtl.arguments")
+    for file in Path(cost_mtl.merging.__file__).parent.glob("*.py"):
+        assert [name for name in imports(file) if name.startswith("cost_mtl") and not name.startswith(allowed)] == []

@@ -1,0 +1,146 @@
+"""Where an output goes, and what must not be lost there: whatever the merge reads, and whatever is no model.
+
+Paths are compared by what they lead to (device and file number), so that symbolic links, hard links and other
+spellings of a path are seen through.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cost_mtl.merging.checkpoint import INDEX_SUFFIX, VECTOR_KIND, CheckpointSource
+
+__all__ = ["Destination"]
+
+_Identity = tuple[int, int]
+
+_MODEL_FILES = frozenset(
+    [
+        "config.json",
+        "generation_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "chat_template.json",
+        "chat_template.jinja",
+    ]
+)
+"""What transformers writes beside the weights; any other file is not part of a model."""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A path to write to, and the checks that it must pass before the work and again before the output is put there.
+
+    Attributes:
+        path: a file or a folder. A symbolic link is followed.
+        overwrite: whether an earlier output may be replaced.
+        inputs: files and folders that are read; neither they nor what is in them is replaced, and nothing is put
+            inside these folders.
+        companions: files that go beside the weights: name -> what gives their content.
+        vector: whether a task vector is written; a model never replaces one, nor the other way round.
+    """
+
+    path: Path
+    overwrite: bool = False
+    inputs: frozenset[Path] = frozenset()
+    companions: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
+    vector: bool = False
+
+    def check(self) -> None:
+        """Looks at what is there now.
+
+        Raises:
+            FileExistsError: something is there, and ``overwrite`` is False.
+            FileNotFoundError: the folder to write into does not exist.
+            ValueError: the path is, lies in, or holds an input; or it is no earlier output and no other model.
+        """
+        path = self.path.resolve()
+        if path.exists() and not self.overwrite and not _is_empty_folder(path):
+            raise FileExistsError(
+                f"out: {self.path} exists; choose another path, or allow to replace it (overwrite=True, --overwrite)"
+            )
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"out: the folder {path.parent} does not exist")
+        _check_apart(self.path, path, self.inputs)
+        if path.exists() and not _is_empty_folder(path):
+            self._check_is_a_model(path)
+
+    def _check_is_a_model(self, path: Path) -> None:
+        if path.is_dir():
+            foreign = sorted(file.name for file in path.iterdir() if not self._is_known(file))
+            if foreign:
+                raise ValueError(
+                    f"out: expected a folder that holds nothing but a model, {self.path} holds {foreign[0]!r} too "
+                    f"({len(foreign)} such files and folders): choose another path, or move them away"
+                )
+        try:
+            there = CheckpointSource(path, "out")
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"out: {self.path} is no model that could be replaced ({error}): remove it first"
+            ) from error
+        if (there.metadata.get("kind") == VECTOR_KIND) != self.vector:
+            kinds = ("a task vector", "a model") if self.vector else ("a model", "a task vector")
+            raise ValueError(f"out: expected {kinds[0]} to replace, {self.path} is {kinds[1]}: choose another path")
+
+    def _is_known(self, file: Path) -> bool:
+        if not file.is_file():
+            return False
+        if file.name in _MODEL_FILES or file.name.endswith((".safetensors", INDEX_SUFFIX)):
+            return True
+        return file.name in self.companions and file.read_bytes() == self.companions[file.name]()
+
+
+def _check_apart(given: Path, path: Path, inputs: Iterable[Path]) -> None:
+    own = _identity(path)
+    around = set(_lineage(path))
+    inside = {_identity(file): file for file in path.iterdir()} if path.is_dir() else {}
+    for source in sorted(inputs):
+        there = _identity(source)
+        if there is None:
+            continue
+        if there == own:
+            raise ValueError(f"out: {given} is {source}, which is read: expected another path")
+        if there in around:
+            raise ValueError(f"out: {given} lies inside {source}, which is read: expected a path outside")
+        if own is not None and own in {*_lineage(source), *_lineage(source.resolve())}:
+            raise ValueError(f"out: {given} holds {source}, which is read: expected another path")
+        for file in source.iterdir() if source.is_dir() else (source,):
+            if _identity(file) in inside:
+                link = inside[_identity(file)].name
+                raise ValueError(f"out: {given} holds {link!r}, which is {file}, which is read: expected another path")
+
+
+def _identity(path: Path) -> _Identity | None:
+    """What a path leads to; None where there is nothing."""
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _lineage(path: Path) -> Iterator[_Identity]:
+    """The folders that a path lies in, as it is spelled."""
+    for parent in Path(os.path.abspath(path)).parents:
+        identity = _identity(parent)
+        if identity is not None:
+            yield identity
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
