@@ -98,6 +98,14 @@ def attempt(problem: Convection, model: nn.Module, teleporter: Any) -> tuple[cos
     return report, seconds / statistics.median(spent) - 1
 
 
+def line(report: cost_mtl.TeleportReport) -> str:
+    """One attempt."""
+    before, after = report.cosines_before, report.cosines_after
+    cosine = f"{float(before.min()):+.2f} -> {'?' if after is None else f'{float(after.min()):+.2f}'}"
+    return (f"{'accepted' if report.accepted else 'rejected'}, smallest cosine {cosine}, {report.closure_calls} calls, "
+            f"length {report.length:.5f}, {report.reason}")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--betas", nargs="+", type=float, default=[5.0, 30.0])
@@ -119,12 +127,7 @@ def main() -> None:
                 report, cost = attempt(problem, model, teleporter)
                 rows.append((report, cost))
                 if args.verbose:
-                    after = None if report.cosines_after is None else f"{float(report.cosines_after.min()):+.2f}"
-                    print(
-                        f"{name} {seed=} {step=} {report.accepted} cos {float(report.cosines_before.min()):+.2f} -> {after} "
-                        f"calls {report.closure_calls} length {report.length:.5f}: {report.reason}",
-                        flush=True,
-                    )
+                    print(f"{name}, seed {seed}, step {step}: {line(report)}", flush=True)
             calls = [r.closure_calls for r, _ in rows]
             good = [r for r, _ in rows if r.accepted]
             drift = max((r.drift for r in good), default=float("nan"))

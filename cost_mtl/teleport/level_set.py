@@ -35,7 +35,7 @@ LEAST_CUT, LARGEST_CUT = 0.5, 0.85
 """Bounds of the factor by which a step that left the tolerance is shortened. A long step's drift grows faster than its
 length: cutting it by more than half would leave a part of what is allowed unused (measured)."""
 
-FAR, NEAR, LEAST_JUMP = 10.0, 4.0, 0.01
+FAR, NEAR, LEAST_JUMP = 10.0, 4.0, 0.001
 """Where a loss has changed by more than FAR tolerances before any correction, corrections do not bring it back, and on
 stiff problems make it worse (measured). That change is quadratic in the length, J s being 0: one look tells where it is
 NEAR tolerances, and the step is cut to there at once, by LEAST_JUMP at most."""

@@ -32,7 +32,7 @@ DEGENERATE = 0.2
 opposite or exactly equal directions a cosine is at its extremum."""
 
 
-LITTLE_MORE, LITTLE_LESS = 1.15, 0.9
+LITTLE_MORE, LITTLE_LESS = 1.08, 0.9
 """Gain that a second look along a move aims for, in least gains, and harm to the other promise, in allowed ones."""
 
 SHORTEST_LOOK, LONGEST_LOOK = 0.05, 1.5
@@ -144,8 +144,9 @@ def gain_rate(objective: str, M: Tensor) -> float:
 def along(predicted: float, found: float, least: float, harm: float, allowed: float) -> float | None:
     """The length t, relative to a move that did not keep its promise, at which it may be kept; None if there is none.
 
-    Along the move the gain is taken as ``predicted`` t - (``predicted`` - ``found``) t^2, and the harm to the other
-    promise as ``harm`` t. Wanted is the shortest length with a little more than the least gain.
+    Along the move the gain is taken as ``predicted`` t - (``predicted`` - ``found``) t^2, or, where that is nowhere
+    enough, as ``found`` t (the predicted slope may be too steep); the harm to the other promise as ``harm`` t. Wanted
+    is the shortest length with a little more than the least gain.
 
     Args:
         predicted: gain to first order.
@@ -156,13 +157,18 @@ def along(predicted: float, found: float, least: float, harm: float, allowed: fl
     """
     if not (predicted > 0 and least > 0):
         return None
-    bend, aim = predicted - found, LITTLE_MORE * least
-    square = predicted * predicted - 4 * bend * aim
-    t = 2 * aim / (predicted + square**0.5) if square >= 0 else predicted / (2 * bend)
-    if t * harm > allowed:
-        t = LITTLE_LESS * allowed / harm
-    kept = predicted * t - bend * t * t >= least
-    return t if kept and SHORTEST_LOOK <= t <= LONGEST_LOOK else None
+    aim = LITTLE_MORE * least
+    for slope in (predicted, found):
+        bend = slope - found
+        square = slope * slope - 4 * bend * aim
+        if not (slope > 0 and square >= 0):
+            continue
+        t = 2 * aim / (slope + math.sqrt(square))
+        if t * harm > allowed:
+            t = LITTLE_LESS * allowed / harm
+        if slope * t - bend * t * t >= least and SHORTEST_LOOK <= t <= LONGEST_LOOK:
+            return t
+    return None
 
 
 def group_rows(A: Tensor) -> list[tuple[Tensor, list[int]]]:
