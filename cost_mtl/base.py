@@ -322,8 +322,11 @@ class Acceptance:
         tolerance_heldout: the same on a batch that it was not fitted on. Default 5 %: the constraints cover a few
             batches only, and ordinary steps move held-out losses by about as much.
         min_angle: least fall of the largest angle between a task gradient and the mean gradient, in radians, for the
-            conflict objective. Default 0.03: 0.03 of cosine where the gradients are at right angles.
-        min_norm: least relative rise of the balanced gradient norms, for the norm objective. Default 5 %.
+            conflict objective, and largest rise of it for the norm objective. Default 0.03: 0.03 of cosine where the
+            gradients are at right angles.
+        min_norm: least relative rise of the balanced gradient norms, for the norm objective, and largest fall for the
+            conflict objective. Default 5 %. Of a least gain below 0, which every move has, the size is what may be
+            lost.
         invariance: ``"each"`` (default): every task loss is kept. ``"mean"``: the mean loss alone, whose change is
             measured relative to the mean of |L_i|; for problems with hardly more parameters than tasks, where no
             direction keeps every loss. Tasks are then traded against each other.
@@ -358,6 +361,10 @@ class Move:
         skipped_layers: name -> why a layer of the shared part took no part.
         notes: anything else worth reporting (a fallback taken, say).
         acceptance: what the move has to keep and to gain.
+        first_order: [m], the part of delta that is proportional to the length of the move, where the rest (corrections)
+            goes with its square: t first_order + t^2 (delta - first_order) is the same move at t of its length. Where
+            the losses are kept and the promise is not, one such is looked at, if it may keep it. None: none is.
+        predicted: with ``first_order``, what the move gains to first order: radians, or a relative rise of the norms.
     """
 
     delta: Tensor
@@ -369,6 +376,8 @@ class Move:
     notes: tuple[str, ...] = ()
     otherwise: Callable[[TeleportProblem], Move] | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
+    first_order: Tensor | None = None
+    predicted: float | None = None
 
     def __post_init__(self) -> None:
         if self.objective not in ("conflict", "norm", "none"):

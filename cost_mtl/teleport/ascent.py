@@ -70,12 +70,15 @@ class Slope:
         gradient: d phi / d coordinates [n].
         wanted: rise of phi that is worth aiming for.
         notes: remarks for the report.
+        rate: gain in the promise's measure (:func:`cost_mtl.teleport.objective.gain`) for a small rise of phi.
+            Default 0: not known, nothing is predicted.
     """
 
     value: float
     gradient: Tensor
     wanted: float
     notes: tuple[str, ...] = ()
+    rate: float = 0.0
 
 
 @runtime_checkable
@@ -122,7 +125,7 @@ class OfGradients:
                     notes = (f"finite differences instead of double backward: {error}",)
             if not self.exact or notes:
                 u = finite_differences(at, a, tasks)
-        return Slope(value, u, ob.wanted_gain(self.promise, M), notes)
+        return Slope(value, u, ob.wanted_gain(self.promise, M), notes, ob.gain_rate(self.promise, M))
 
 
 def finite_differences(at: Standpoint, a: Tensor, tasks: list[list[int]]) -> Tensor:
@@ -215,7 +218,7 @@ def _sharpness_slope(at: Standpoint, R: Tensor, chosen: list[tuple[Tensor, float
         if change != 0.0:
             (moved,) = at.space.gradients_at(eps, at.batch, [[i]])
             u += (moved - at.J[i]) * (weight if change > 0 else -weight)
-    return Slope(value, u, ob.AIM_NORM * value)
+    return Slope(value, u, ob.AIM_NORM * value, rate=1 / value if value > 0 else 0.0)
 
 
 NAMED: dict[str, Objective] = {

@@ -9,8 +9,12 @@ By default all of it is first order (no double backward), so fused attention and
 4. A step as long as u . s predicts that the objective needs (a resolved conflict, a clearly larger norm), at most
    length * ||theta||, then Gauss-Newton corrections that bring every loss back to where it was to second order. If a
    loss stays outside the tolerance there, or outside the wider one on a held-out batch, the step is shortened and
-   done again (shortening a corrected move would not do: its corrections are of second order).
+   done again (shortening a corrected move would not do: its corrections are of second order). Where the losses are far
+   off before any correction, their curvature along s, which that look has measured, says how much shorter.
 5. If the held-out losses rose in the mean, the losses on the used batches are lowered for it, within the tolerance.
+
+The move says which part of it is of first order in its length, so that the transaction can look at another length
+where the losses are kept and the promise is not.
 """
 
 from __future__ import annotations
@@ -24,12 +28,17 @@ from cost_mtl.arguments import at_least, positive
 from cost_mtl.base import Acceptance, TeleportProblem
 from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.ascent import Objective, Standpoint, named
-from cost_mtl.teleport.solver import Result, heldout_batch, norm, theta_norm, used_batches
+from cost_mtl.teleport.solver import Line, Result, heldout_batch, norm, theta_norm, used_batches
 from cost_mtl.teleport.space import Space
 
 LEAST_CUT, LARGEST_CUT = 0.5, 0.85
 """Bounds of the factor by which a step that left the tolerance is shortened. A long step's drift grows faster than its
 length: cutting it by more than half would leave a part of what is allowed unused (measured)."""
+
+FAR, NEAR, LEAST_JUMP = 10.0, 4.0, 0.001
+"""Where a loss has changed by more than FAR tolerances before any correction, corrections do not bring it back, and on
+stiff problems make it worse (measured). That change is quadratic in the length, J s being 0: one look tells where it is
+NEAR tolerances, and the step is cut to there at once, by LEAST_JUMP at most."""
 
 FALL = 0.9
 """Share of the used batches' tolerance that may be spent on lowering their losses."""
@@ -42,7 +51,8 @@ class LevelSet:
     Args:
         length: largest ||Delta theta|| / ||theta|| before corrections. Default 1: losses and held-out losses limit the
             step far earlier (to 0.3 to 3 % in the networks measured), except in toys.
-        shortest: smallest one that is tried first. Default 0.005.
+        shortest: smallest one that is tried first. Default 0.0001: on stiff problems (a physics-informed network)
+            0.0001 to 0.001 is what the losses allow. Never below half the resolution of the parameters' dtype.
         corrections: most Gauss-Newton corrections after the step.
         halvings: how often a step that leaves the tolerance is shortened, to a half at most each time and to just below
             what is allowed where that is nearer, before the move is given up.
@@ -56,7 +66,7 @@ class LevelSet:
     """
 
     length: float = 1.0
-    shortest: float = 0.005
+    shortest: float = 0.0001
     corrections: int = 2
     halvings: int = 6
     epsilon: float = 0.01
@@ -106,37 +116,49 @@ def climb(problem: TeleportProblem, space: Space, objective: Objective, rule: Ac
     slope = objective.slope(Standpoint(problem, space, 0, rows[0], length, settings.epsilon))
     u = slope.gradient
     s = ob.project_out(J, u, kept.metric)
-    phi = None
-    if norm(s) > 1e-6 * norm(u):
-        phi = _step(problem, space, s, slope.wanted / float(u @ s), kept, settings)
-    notes = slope.notes
-    if phi is None:
-        notes = (*notes, "no step improves the objective and keeps every loss inside the tolerance")
-    space.place(torch.zeros_like(u) if phi is None else phi)
-    return Result(space.delta(), used, 1, notes)
+    rise = float(u @ s)
+    found = _step(problem, space, s, slope.wanted / rise, kept, settings) if norm(s) > 1e-6 * norm(u) else None
+    if found is None:
+        notes = (*slope.notes, "no step improves the objective and keeps every loss inside the tolerance")
+        space.place(torch.zeros_like(u))
+        return Result(space.delta(), used, 1, notes)
+    phi, scale = found
+    space.place(scale * s)
+    line = Line(space.delta(), scale * rise * slope.rate)
+    space.place(phi)
+    return Result(space.delta(), used, 1, slope.notes, line)
+
+
+PROBE = 0.005
+"""Length of the step, relative to ||theta||, that tells how long a step in theta one in the coordinates is: long enough
+for the parameters' own resolution."""
 
 
 def _step(
     problem: TeleportProblem, space: Space, s: Tensor, wanted: float, kept: _Constraints, settings: LevelSet
-) -> Tensor | None:
-    """The corrected step s * factor, factor <= wanted, of the largest length that keeps the losses; None if there is
-    none."""
-    probe = settings.shortest * kept.theta_norm / norm(s)
+) -> tuple[Tensor, float] | None:
+    """The corrected step s * factor, factor <= wanted, of the largest length that keeps the losses, and its factor;
+    None if there is none."""
+    probe = PROBE * kept.theta_norm / norm(s)
     space.place(probe * s)
     # Length in theta per unit of s, for coordinates of any meaning: measured once, taken as linear.
     per_unit = space.length() / probe
     if not per_unit > 0:
         return None
-    shortest, longest = (x * kept.theta_norm / per_unit for x in (settings.shortest, settings.length))
+    least = max(settings.shortest, *(torch.finfo(p.dtype).eps / 2 for p in problem.params))
+    shortest, longest = (x * kept.theta_norm / per_unit for x in (least, settings.length))
     scale = min(max(wanted, shortest), longest)
     for _ in range(settings.halvings + 1):
-        phi, drift = _corrected(problem, space, s * scale, kept, settings.corrections)
+        phi, drift, first = _corrected(problem, space, s * scale, kept, settings.corrections)
+        if first > FAR * kept.rule.tolerance:
+            scale *= max(LEAST_JUMP, (NEAR * kept.rule.tolerance / first) ** 0.5)
+            continue
         excess = drift / kept.rule.tolerance
         if excess <= 1:
             drift_heldout, rise = _elsewhere(problem, kept)
             excess = drift_heldout / kept.rule.tolerance_heldout
             if excess <= 1:
-                return _settled(problem, space, phi, rise, kept, settings.settling)
+                return _settled(problem, space, phi, rise, kept, settings.settling), scale
         # The drift of a short step is about proportional to its length: aim a little below what is allowed.
         scale *= max(LEAST_CUT, LARGEST_CUT / excess)
     return None
@@ -165,7 +187,7 @@ def _settled(
             break
         residual = torch.cat([ob.kept(fall * losses.abs(), kept.rule.invariance) for losses in kept.start])
         lower = phi + ob.restore_step(kept.J, residual, None, kept.metric)
-        _, drift = _corrected(problem, space, lower, kept, 0)
+        _, drift, _ = _corrected(problem, space, lower, kept, 0)
         drift_heldout, left = _elsewhere(problem, kept)
         if drift > kept.rule.tolerance or drift_heldout > kept.rule.tolerance_heldout or not left < rise:
             break
@@ -178,16 +200,20 @@ def _settled(
 
 def _corrected(
     problem: TeleportProblem, space: Space, phi: Tensor, kept: _Constraints, corrections: int
-) -> tuple[Tensor, float]:
-    """phi after Gauss-Newton corrections of the losses, and the largest relative change of a loss that is left."""
-    drift = float("inf")
+) -> tuple[Tensor, float, float]:
+    """phi after Gauss-Newton corrections of the losses, and the largest relative change of a loss that is left, and
+    that was there before them. None are made where it is too large for them, and no more where one raised it."""
+    first = drift = float("inf")
     for attempt in range(corrections + 1):
         space.place(phi)
         losses = [problem.evaluate(batch) for batch in kept.used]
         pairs = list(zip(kept.start, losses, strict=True))
-        drift = max(ob.relative_change(a, b, kept.rule.invariance) for a, b in pairs)
-        if drift <= kept.rule.tolerance / 2 or drift == float("inf") or attempt == corrections:
+        before, drift = drift, max(ob.relative_change(a, b, kept.rule.invariance) for a, b in pairs)
+        first = drift if attempt == 0 else first
+        if drift <= kept.rule.tolerance / 2 or drift >= before or attempt == corrections:
+            break
+        if first > FAR * kept.rule.tolerance:
             break
         residual = torch.cat([ob.kept(b - a, kept.rule.invariance) for a, b in pairs])
         phi = phi + ob.restore_step(kept.J, residual, None, kept.metric)
-    return phi, drift
+    return phi, drift, first

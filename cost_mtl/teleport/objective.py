@@ -32,6 +32,13 @@ DEGENERATE = 0.2
 opposite or exactly equal directions a cosine is at its extremum."""
 
 
+LITTLE_MORE, LITTLE_LESS = 1.08, 0.9
+"""Gain that a second look along a move aims for, in least gains, and harm to the other promise, in allowed ones."""
+
+SHORTEST_LOOK, LONGEST_LOOK = 0.05, 1.5
+"""Bounds of such a look, in lengths of the move: what one end says of the gain is too little for more."""
+
+
 def balance(M: Tensor) -> Tensor:
     """R_i = K (1 - ||g_i|| / sum_j ||g_j||) [K]: tasks with a small gradient count more (COST, Eqn 10)."""
     lengths = norms(M)
@@ -124,6 +131,44 @@ def wanted_gain(objective: str, M: Tensor) -> float:
     if objective == "conflict":
         return max(MARGIN - float(cosines(M)[worst_task(M)]), LEAST_RISE)
     return AIM_NORM * float(balance(M).sum())
+
+
+def gain_rate(objective: str, M: Tensor) -> float:
+    """:func:`gain` for a small rise of phi: d angle = d cos / sin, and norms with the weights R, which do not sum
+    to 1."""
+    if objective == "norm":
+        return 1 / float(balance(M).sum())
+    return 1 / max(math.sin(largest_angle(M)), DEGENERATE)
+
+
+def along(predicted: float, found: float, least: float, harm: float, allowed: float) -> float | None:
+    """The length t, relative to a move that did not keep its promise, at which it may be kept; None if there is none.
+
+    Along the move the gain is taken as ``predicted`` t - (``predicted`` - ``found``) t^2, or, where that is nowhere
+    enough, as ``found`` t (the predicted slope may be too steep); the harm to the other promise as ``harm`` t. Wanted
+    is the shortest length with a little more than the least gain.
+
+    Args:
+        predicted: gain to first order.
+        found: gain at t = 1.
+        least: gain that is needed.
+        harm: fall of the other promise at t = 1.
+        allowed: fall that is allowed.
+    """
+    if not (predicted > 0 and least > 0):
+        return None
+    aim = LITTLE_MORE * least
+    for slope in (predicted, found):
+        bend = slope - found
+        square = slope * slope - 4 * bend * aim
+        if not (slope > 0 and square >= 0):
+            continue
+        t = 2 * aim / (slope + math.sqrt(square))
+        if t * harm > allowed:
+            t = LITTLE_LESS * allowed / harm
+        if slope * t - bend * t * t >= least and SHORTEST_LOOK <= t <= LONGEST_LOOK:
+            return t
+    return None
 
 
 def group_rows(A: Tensor) -> list[tuple[Tensor, list[int]]]:

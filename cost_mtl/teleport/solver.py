@@ -16,13 +16,23 @@ from cost_mtl.teleport.space import Space
 
 
 @dataclass(frozen=True)
+class Line:
+    """How a move shrinks: see :class:`~cost_mtl.base.Move`."""
+
+    first_order: Tensor
+    predicted: float
+
+
+@dataclass(frozen=True)
 class Result:
-    """Delta theta [m], the batches that it was fitted on, the steps it took, and remarks."""
+    """Delta theta [m], the batches that it was fitted on, the steps it took, remarks, and how it shrinks (None: it is
+    not known)."""
 
     delta: Tensor
     used: tuple[int, ...]
     inner_steps: int
     notes: tuple[str, ...]
+    line: Line | None = None
 
 
 @runtime_checkable
@@ -65,6 +75,8 @@ def propose(
         notes=result.notes,
         otherwise=partial(again, others) if others else None,
         acceptance=rule,
+        first_order=None if result.line is None else result.line.first_order,
+        predicted=None if result.line is None else result.line.predicted,
     )
 
 

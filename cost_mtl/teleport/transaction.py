@@ -144,9 +144,43 @@ def _search(
             delta = move.delta.to(problem.layout.device, problem.layout.dtype)
         delta = broadcast_(delta, problem.group)
         candidate, reason = _verify(problem, move, delta, out)
+        second = _along(problem, move, delta, candidate) if reason else None
+        if second is not None:
+            t, delta = second
+            candidate, reason = _verify(problem, move, delta, out)
+            candidate.notes = (*candidate.notes, f"at {t:.2f} of its length, for its objective")
         if not reason or move.otherwise is None:
             return move, candidate, reason, delta
         ask = move.otherwise
+
+
+def _along(problem: Problem, move: Move, delta: Tensor, candidate: _Candidate) -> tuple[float, Tensor] | None:
+    """Another length, and the move of that length, where the losses were kept at delta [m] and the promise was not, if
+    it may be kept there."""
+    if move.first_order is None or move.predicted is None or candidate.M is None or move.objective == "none":
+        return None
+    if not bool(torch.isfinite(candidate.M).all()):
+        return None
+    other = _other(move.objective)
+    gains = {objective: ob.gain(objective, problem.gramian, candidate.M) for objective in (move.objective, other)}
+    rule = move.acceptance
+    t = ob.along(
+        move.predicted, gains[move.objective], _least(move.objective, rule), -gains[other], abs(_least(other, rule))
+    )
+    if t is None:
+        return None
+    with problem.fate.shared():
+        straight = move.first_order.to(delta.device, delta.dtype)
+        there = t * straight + t * t * (delta - straight)
+    return t, broadcast_(there, problem.group)
+
+
+def _other(objective: str) -> str:
+    return "norm" if objective == "conflict" else "conflict"
+
+
+def _least(objective: str, rule: Acceptance) -> float:
+    return rule.min_angle if objective == "conflict" else rule.min_norm
 
 
 def _require_repeatable(problem: Problem) -> None:
@@ -163,8 +197,9 @@ def _require_repeatable(problem: Problem) -> None:
 def _checked(move: Any, problem: Problem) -> Move:
     if not isinstance(move, Move):
         raise TypeError(f"teleporter: expected propose() to return a cost_mtl.Move, got {type(move).__name__}")
-    if move.delta.shape != (problem.layout.numel,):
-        raise ValueError(f"delta: expected shape [{problem.layout.numel}], got {list(move.delta.shape)}")
+    for name, vector in (("delta", move.delta), ("first_order", move.first_order)):
+        if vector is not None and vector.shape != (problem.layout.numel,):
+            raise ValueError(f"{name}: expected shape [{problem.layout.numel}], got {list(vector.shape)}")
     return move
 
 
@@ -212,6 +247,7 @@ def _promise_kept(problem: Problem, move: Move, candidate: _Candidate, rule: Acc
     reasons = []
     for objective in (move.objective, *(o for o in ("conflict", "norm") if move.either and o != move.objective)):
         reason = _gained(objective, problem.gramian, candidate.M, rule)
+        reason = reason or _harmed(_other(objective), problem.gramian, candidate.M, rule)
         if not reason:
             candidate.gained = objective
             return ""
@@ -220,13 +256,29 @@ def _promise_kept(problem: Problem, move: Move, candidate: _Candidate, rule: Acc
 
 
 def _gained(objective: str, before: Tensor, after: Tensor, rule: Acceptance) -> str:
-    gain = ob.gain(objective, before, after)
-    least = rule.min_angle if objective == "conflict" else rule.min_norm
+    """Why the objective has not improved enough, or ""."""
+    gain, least = ob.gain(objective, before, after), _least(objective, rule)
     if gain >= least:
         return ""
     if objective == "conflict":
-        return f"the largest angle to the mean gradient changed by {-gain:+.4f} rad, and had to fall by {least:.3f}"
-    return f"the balanced gradient norms changed by {gain:+.2%}, and had to rise by {least:.1%}"
+        return f"{_change(objective, gain)}, and had to fall by {least:.3f}"
+    return f"{_change(objective, gain)}, and had to rise by {least:.1%}"
+
+
+def _harmed(objective: str, before: Tensor, after: Tensor, rule: Acceptance) -> str:
+    """Why the objective that the move was not made for has become too much worse, or ""."""
+    gain, most = ob.gain(objective, before, after), abs(_least(objective, rule))
+    if gain >= -most:
+        return ""
+    if objective == "conflict":
+        return f"{_change(objective, gain)}, and must not rise by more than {most:.3f}"
+    return f"{_change(objective, gain)}, and must not fall by more than {most:.1%}"
+
+
+def _change(objective: str, gain: float) -> str:
+    if objective == "conflict":
+        return f"the largest angle to the mean gradient changed by {-gain:+.4f} rad"
+    return f"the balanced gradient norms changed by {gain:+.2%}"
 
 
 def _report(
