@@ -49,6 +49,7 @@ from cost_mtl.parameters import (
     held_by,
     resolve_shared,
     warn_about_left_out,
+    warn_about_length,
     warn_about_nothing_to_weigh,
     warn_about_rest,
     warn_about_shared,
@@ -110,8 +111,11 @@ class COST(OptimizerWrapper):
         shared: shared module(s) or parameters; None: the parameters of ``model`` that two or more losses reach, found
             from the graph (the set may grow in later batches). Parameters outside of it that several tasks reach get
             the plain sum of their gradients.
-        weighting: how task gradients are combined; see ``cost_mtl.weighting``. Default FairGrad(2.0), as in the
-            official scripts.
+        weighting: how task gradients are combined; see ``cost_mtl.weighting``. Default
+            ``FairGrad(alpha=2.0, scale="project")``: the official scripts' alpha, and a length of d with which the
+            learning rate of the plain sum keeps working under SGD and Adam (docs/default_scale.md).
+            ``FairGrad.official()`` is the scripts' recipe, ``FairGrad()`` the raw solution, whose length has nothing to
+            do with the sum's.
         trigger: when to teleport; None: never.
         schedule: when teleports are allowed.
         teleporter: what a teleport does; None: never.
@@ -152,7 +156,7 @@ class COST(OptimizerWrapper):
         model: nn.Module,
         *,
         shared: Shared | None = None,
-        weighting: Any = FairGrad(alpha=2.0),  # noqa: B008  (frozen settings)
+        weighting: Any = FairGrad(alpha=2.0, scale="project"),  # noqa: B008  (frozen settings)
         trigger: Trigger | None = DominatedConflict(),  # noqa: B008
         schedule: TeleportSchedule = TeleportSchedule(),  # noqa: B008
         teleporter: Teleporter | None = LoRATeleporter(),  # noqa: B008
@@ -193,7 +197,7 @@ class COST(OptimizerWrapper):
         self._shared = resolve_shared(shared)
         self._buffer: Tensor | None = None
         self._spare: Tensor | None = None
-        self._weighting_checked = False
+        self._weighting_checked = self._length_checked = False
         self._group = group_for(model, process_group)
         if self._shared is not None:
             warn_about_shared(self._shared, base, model)
@@ -444,6 +448,8 @@ class COST(OptimizerWrapper):
         if weighed.parameter_grads and not self._weighting_checked:
             self._weighting_checked = True
             warn_about_weighting([p for p, _ in weighed.parameter_grads], self.base)
+        if not self._length_checked and weighed.direction is None:
+            self._length_checked = warn_about_length(weighed.weights, host.gramian, host.noise, self.max_norm)
         weighed = replace(weighed, weights=weighed.weights.to(M.device, M.dtype, non_blocking=True))
         if self.every > 1:
             fresh = {now.names[i]: w for i, w in enumerate(weighed.weights.tolist()) if i in rows}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -185,6 +187,40 @@ def warn_about_left_out(model: nn.Module, several: Sequence[Tensor]) -> None:
             "well, or leave shared out: it is then found from the graph",
             stacklevel=7,
         )
+
+
+UNUSUAL = 1e3
+"""How many times longer or shorter than the plain sum's gradient makes d is unusual: in every run that was seen to
+diverge at the sum's learning rate, and in no other (docs/default_scale.md)."""
+
+
+def warn_about_length(weights: Tensor, M: Tensor, noise: float, max_norm: float | None) -> bool:
+    """Warn where the length of d = G^T w has nothing to do with that of the plain sum's gradient s; whether it was.
+
+    Too short counts only beside the part of s along d, which vanishes on the Pareto front. Lengths that are rounding
+    errors of M tell nothing.
+
+    Args:
+        weights: w [K]; M: [K, K], both on the host; noise: M's relative rounding error.
+        max_norm: what d will be clipped to.
+    """
+    w = weights.detach().to("cpu", torch.float64)
+    rates, lengths = M @ w, M.diagonal().clamp_min(0).sqrt()
+    d, s = float(w @ rates), float(M.sum())
+    least = noise * max(float((w.abs() * lengths).sum()) ** 2, 0.0), noise * float(lengths.sum()) ** 2
+    if not (d > least[0] and s > least[1]) or not (math.isfinite(d) and math.isfinite(s)):
+        return False
+    d, s, along = d**0.5, s**0.5, abs(float(rates.sum()))
+    shown = d if max_norm is None else min(d, max_norm)
+    if s / UNUSUAL * min(1.0, along / (d * s)) <= shown <= s * UNUSUAL:
+        return False
+    warnings.warn(
+        f"weighting: the combined gradient has the norm {shown:.2g}, that of the plain sum {s:.2g}: a learning rate "
+        'that suits the sum does not suit this, Adam and its like aside. scale="project" (FairGrad, NashMTL, CAGrad, MGDA, '
+        "IMTLG) gives it a length that does; or clip with max_norm, or choose the learning rate again",
+        stacklevel=7,
+    )
+    return True
 
 
 def warn_about_nothing_to_weigh(tasks: int, shared: Sequence[Tensor]) -> None:

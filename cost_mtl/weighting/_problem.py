@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cost_mtl.arguments import one_of, positive
 from cost_mtl.base import DETERMINED, Solution, SolverReport
 from cost_mtl.weighting._checks import as_tensor, host_matrix
 from cost_mtl.weighting._matrix import EPS, Array, add_diagonal
@@ -24,9 +25,30 @@ __all__ = ["CONVERGED", "DETERMINED", "NOT_CONVERGED", "STATIONARY", "Answer", "
 CONVERGED, STATIONARY, NOT_CONVERGED = range(3)
 """Indices into :attr:`cost_mtl.base.SolverReport.STATUSES`."""
 
-Scale = Literal["raw", "tasks", "sum", "mean"]
+Scale = Literal["raw", "tasks", "sum", "mean", "project"]
 """What the solution is multiplied with: nothing; K; whatever makes the weights sum to K (comparable with the sum of the
-losses); to 1 (comparable with their mean)."""
+losses); to 1 (comparable with their mean); or whatever makes d the projection of the plain sum's gradient on its own
+line, see :func:`projection`."""
+
+_VANISHING_DIRECTION = 1e-6
+"""Least squared norm of d relative to sum_i w_i^2 ||g_i||^2 that a projection divides by."""
+
+
+def projection(w: Array, M: Array) -> float:
+    """The factor for weights w [n], of sizes around 1, with which d = G^T w is as long as the projection on its line of
+    the plain sum's gradient: ||d|| = ||s|| |cos(d, s)|, s = G^T 1.
+
+    A learning rate that the plain sum bears then keeps working: s^T d = ||d||^2, so for every eta < 2 / L that makes
+    gradient descent on the sum fall, the step -eta d lowers the sum, too (L its smoothness), wherever d has a positive
+    product with s. d vanishes where no direction is left. Measured beside ten other rules in docs/default_scale.md.
+
+    Equal weights become exactly 1.
+    """
+    if (w == w[0]).all() and w[0] != 0:
+        return 1.0 / float(w[0])
+    rates = M @ w
+    size = max(float(w @ rates), _VANISHING_DIRECTION * float(w**2 @ M.diagonal()))
+    return abs(float(rates.sum())) / size if size > 0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -123,10 +145,8 @@ class SolvedWeighting:
     """Whether the method's own solution is normalised, so that "raw" and "mean" are the same, and "tasks" and "sum"."""
 
     def __post_init__(self) -> None:
-        if self.scale not in ("raw", "tasks", "sum", "mean"):
-            raise ValueError(f'scale must be "raw", "tasks", "sum" or "mean", got {self.scale!r}')
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ValueError(f"max_norm must be positive, or None for no clipping, got {self.max_norm!r}")
+        one_of("scale", self.scale, get_args(Scale))
+        positive("max_norm", self.max_norm, or_none=True)
 
     def __call__(self, gramian: Tensor) -> Tensor:
         """Weights [K] for the Gramian [K, K], in its dtype, on its device. Raises as :meth:`solve` does."""
@@ -161,7 +181,10 @@ class SolvedWeighting:
 
     def _scaled(self, w: Array, problem: Problem) -> Array:
         K = len(w)
-        if self.scale == "tasks" or (self.scale == "sum" and self._sums_to_one):
+        if self.scale == "project":
+            w = w / (float(abs(w).max()) or 1.0)
+            w = w * (projection(w[problem.present], problem.M) if len(problem) else 1.0)
+        elif self.scale == "tasks" or (self.scale == "sum" and self._sums_to_one):
             w = w * K
         elif self.scale != "raw" and not self._sums_to_one:  # the other methods' weights are positive: no sum is 0
             w = w * ((K if self.scale == "sum" else 1) / w.sum())

@@ -56,7 +56,8 @@ class CAGrad(SolvedWeighting):
         c: radius of the ball, c >= 0. 0.4 is the paper's for NYUv2 (CityScapes: 0.4 or 0.6).
         rescale: 0: d; 1 (default, the official scripts'): d / (1 + c^2); 2: d / (1 + c).
         scale: ``"tasks"`` (default): times K; ``"raw"``: the direction itself; ``"sum"``, ``"mean"``: weights that sum
-            to K or 1.
+            to K or 1. ``"project"``: a length of d for
+            which the learning rate of the plain sum keeps working (docs/default_scale.md).
         max_norm: bound on ||G^T w||, None (default) for none.
 
     Raises:

@@ -53,7 +53,8 @@ class FairGrad(SolvedWeighting):
             of the shortest gradient's counts as that and as stationary. Otherwise 0.05 to 20, beyond which float64
             cannot tell the weights from those limits.
         scale: ``"raw"`` (default): the solution itself; ``"tasks"``: times K; ``"sum"``, ``"mean"``: weights that sum
-            to K or to 1.
+            to K or to 1. ``"project"``: a length of d for
+            which the learning rate of the plain sum keeps working (docs/default_scale.md).
         max_norm: bound on ||G^T w||, applied after ``scale``; None (default) for none. It is the clipping of the shared
             gradient that the authors' scripts do, taken from the Gramian.
 

@@ -37,6 +37,8 @@ class IMTLG(SolvedWeighting):
 
     Args:
         scale: ``"raw"`` or ``"mean"`` (default ``"raw"``): as above; ``"sum"``, ``"tasks"``: times K.
+            ``"project"``: a length of d for which the learning rate of the plain sum keeps working
+            (docs/default_scale.md).
         max_norm: bound on ||G^T w||, None for none.
     """
 

@@ -60,6 +60,8 @@ class MGDA(SolvedWeighting):
 
     Args:
         scale: ``"raw"`` (default, the paper's) or ``"mean"``: sum 1; ``"sum"`` or ``"tasks"``: sum K.
+            ``"project"``: a length of d for which the learning rate of the plain sum keeps working
+            (docs/default_scale.md).
         max_norm: bound on ||G^T w||, None for none.
     """
 

@@ -25,7 +25,8 @@ class NashMTL(SolvedWeighting):
 
     Args:
         scale: ``"raw"`` (default): the solution itself; ``"tasks"``: times K; ``"sum"``, ``"mean"``: weights that sum
-            to K or to 1.
+            to K or to 1. ``"project"``: a length of d for
+            which the learning rate of the plain sum keeps working (docs/default_scale.md).
         max_norm: bound on ||G^T w||, None (default) for none. The authors' is 1; since ||G^T w|| = sqrt(K), it always
             acts for K > 1.
 
