@@ -304,12 +304,7 @@ def measure_combined(
     sums: list[Tensor | None] = []
     values: list[Tensor] = []
     names: tuple[str, ...] = ()
-    # Scaled losses times weights above 1 (those of small gradients are in the hundreds) would overflow: the largest
-    # weight waits until the scale is off.
-    scaled = any(thunk.scale is not None for thunk in thunks)
-    later = [w.abs().max().clamp_min(1.0) if scaled else torch.ones_like(w[0]) for w in (weights, own_weights)]
     part = 1.0 / len(thunks)
-    shared_seeds, own_seeds = weights / later[0] * part, own_weights / later[1] * part
     for tasks in _checked(thunks, model, inputs, group, look_closely=False):
         if len(tasks) != len(weights):
             raise ValueError(f"closure: expected {len(weights)} losses as in the step before, got {len(tasks)}")
@@ -317,6 +312,11 @@ def measure_combined(
         if changed is not None:
             layout, own = changed
         sums = sums or [None] * (len(layout.params) + len(own))
+        # Scaled losses, or half precision, times weights above 1 (those of small gradients are in the hundreds) would
+        # overflow: the largest weight waits until the scale is off.
+        scaled = tasks.scale is not None or any(r is not None and tasks.dtype_of(r).itemsize < 4 for r in tasks.roots)
+        later = [w.abs().max().clamp_min(1.0) if scaled else torch.ones_like(w[0]) for w in (weights, own_weights)]
+        shared_seeds, own_seeds = weights / later[0] * part, own_weights / later[1] * part
         shared_grads = combined_backward(tasks, list(shared_seeds), layout.params, retain_graph=bool(own))
         own_grads = combined_backward(tasks, list(own_seeds), own)
         for k, grad in enumerate([*shared_grads, *own_grads]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -52,6 +53,8 @@ from cost_mtl.parameters import (
     warn_about_shared,
     warn_about_weighting,
 )
+from cost_mtl.reach import Reach, complaint_of_overflow, fit_one_pass, overflowing
+from cost_mtl.reductions import LEAST, MOST
 from cost_mtl.sharding import NO_TELEPORTS, is_sharded, reshard
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
@@ -67,9 +70,9 @@ from cost_mtl.update import (
     complaint,
     direction,
     host_read,
+    own_grads,
     refuse_weights,
-    write_own,
-    write_shared,
+    shared_grads,
 )
 from cost_mtl.weighting import FairGrad, resolve
 from cost_mtl.weighting.resolve import by_position, needs_gramian_only
@@ -227,7 +230,7 @@ class COST(OptimizerWrapper):
         before = moment_of(self.base, self.model) if may_teleport or self.on_nonfinite == "skip" else None
         self._clear_grads()  # they are views of G: a closure that calls backward would add to it
         now = self._evaluate(thunks)
-        M, host = host_read(now, self._group)
+        M, host = host_read(now, self._group, thunks[0].scale)
         losses = now.losses
         if self._refuse(now, host, before):
             return losses
@@ -236,9 +239,13 @@ class COST(OptimizerWrapper):
         if may_teleport and before is not None and len(now.names) > 1 and now.layout.params:
             conflict = self._driver.conflict(host.gramian)
             if conflict:
-                now, M, teleport = self._teleport_in_step(self._site(thunks, batch, before), now.whole(), M)
-        weighed = self._weigh(now, M)
-        self._write(now, weighed)
+                there, M, teleport = self._teleport_in_step(self._site(thunks, batch, before), now.whole(), M)
+                if there.gradients is not now.gradients:
+                    M, host = host_read(there, self._group, thunks[0].scale)
+                now = there
+        weighed, weights = self._weigh(now, M)
+        if not self._write(now, host, weighed, weights, before):
+            return losses
         with uninterrupted():
             self._reuse_history(now.layout)
             self._step_base()
@@ -385,13 +392,22 @@ class COST(OptimizerWrapper):
         bad = bad_tasks(now, host, self._group)
         if not bad:
             return False
+        scaled = scaling.is_on(self.scaler) and bool(torch.isfinite(host.losses).all())
+        self._leave_out(now, complaint(now, bad, self.progress.step), before, scaled=scaled)
+        return True
+
+    def _leave_out(self, now: Evaluation, why: str, before: Moment | None, *, scaled: bool) -> None:
+        """Nothing moves in this step: raise, or count it.
+
+        Args:
+            scaled: it may be the loss scale that is to blame.
+        """
         self._clear_grads()
-        overflow = scaling.is_on(self.scaler) and bool(torch.isfinite(host.losses).all())
-        if overflow:
+        if scaled:
             scaling.skip(self.scaler, self.base)
         elif self.on_nonfinite == "raise":
-            raise FloatingPointError(complaint(now, bad, self.progress.step))
-        go_back()  # what the tasks of a step that is left out changed: none of it
+            raise FloatingPointError(why)
+        go_back()  # a teleport, the weighting's new state
         if before is not None and self.on_nonfinite == "skip":
             before.buffers.restore()  # running statistics would keep a NaN for good
         self.progress.step += 1
@@ -400,47 +416,74 @@ class COST(OptimizerWrapper):
         self.last_step = StepReport(
             now.losses, now.names, weights=nothing, skipped=True, skipped_total=self.progress.skipped
         )
-        return True
 
-    def _weigh(self, now: Evaluation, M: Tensor) -> Weighed:
+    def _weigh(self, now: Evaluation, M: Tensor) -> tuple[Weighed, Tensor]:
+        """What the weighting says, and its weights [K] on the host, in float64 (they are read where a weighting leaves
+        them on the device)."""
         K = len(now.names)
-        if now.weights is not None:
-            return Weighed(now.weights, self.progress.weighting)
+        if now.weights is not None:  # checked when they were solved for
+            return Weighed(now.weights, self.progress.weighting), torch.ones(K, dtype=torch.float64)
         if not _is_weighed(now):
-            return Weighed(torch.ones(K, dtype=M.dtype, device=M.device), self.progress.weighting)
+            ones = torch.ones(K, dtype=M.dtype, device=M.device)
+            return Weighed(ones, self.progress.weighting), torch.ones(K, dtype=torch.float64)
         seen = now if needs_gramian_only(self.weighting) else now.whole()
         inputs = WeightingInputs(M, now.losses, seen.gradients.matrix, self.progress.step)
         weighed = self.weighting.weigh(inputs, self.progress.weighting)
         if not isinstance(weighed, Weighed):
             raise TypeError(f"weighting: expected weigh() to return a Weighed, got {type(weighed).__name__}")
-        refuse_weights(weighed.weights, self.weighting)
+        weights = weighed.weights.detach().cpu().double()
+        refuse_weights(weights, self.weighting)
         self.progress.weighting = weighed.state
         if weighed.parameter_grads and not self._weighting_checked:
             self._weighting_checked = True
             warn_about_weighting([p for p, _ in weighed.parameter_grads], self.base)
         if self.every > 1:
-            self.progress.weights = weighed.weights
-        return weighed
+            self.progress.weights = weighed.weights if fit_one_pass(weights) else None  # else the coming step solves
+        return weighed, weights
 
-    def _write(self, now: Evaluation, weighed: Weighed) -> None:
-        """``.grad`` of every parameter; G's first row becomes the combined direction."""
+    def _write(self, now: Evaluation, host: HostRead, weighed: Weighed, weights: Tensor, before: Moment | None) -> bool:
+        """``.grad`` of every parameter; G's first row becomes the combined direction. False where it does not fit, so
+        that the step is left out."""
         self._clear_grads()
+        heads = self.heads == "weighted" and len(now.names) > 1 and now.weights is None
+        own = [p for p in all_trainable(self.base, self.model) if id(p) not in now.layout.index]
+        reach = Reach.of(now, host, weights, [*now.layout.params, *own], heads=heads)
+        found = own_grads(own, now.gradients, weighed.weights if heads else None,
+                          wide=reach.wide or reach.own > reach.limit)  # fmt: skip
         if now.layout.params:
-            G = now.gradients.matrix
-            if now.weights is not None:
-                d = G[0]
-            elif weighed.direction is None:
-                d = direction(now, weighed.weights)
-            else:
-                d = weighed.direction.to(G.dtype)
-            write_shared(now.layout, clip_(d, self.max_norm, now.pieces), now.gradients.reached)
+            d = self._direction(now, weighed, weights, reach)
+            found += shared_grads(now.layout, d, now.gradients.reached)
             if trajectory.needs_direction(self.htr) and self._driver.enabled:
                 self.progress.direction = d.clone()
-        scaled = self.heads == "weighted" and len(now.names) > 1 and now.weights is None
-        own = [p for p in all_trainable(self.base, self.model) if id(p) not in now.layout.index]
-        write_own(own, now.gradients, weighed.weights if scaled else None)
-        for parameter, grad in weighed.parameter_grads:
-            parameter.grad = grad.to(parameter.device, parameter.dtype)
+        extra = [(p, grad.detach().to(p.device, p.dtype)) for p, grad in weighed.parameter_grads]
+        if extra or weighed.direction is not None or not reach.fits(self.max_norm):
+            bad = overflowing([*found, *extra], host.scale, now, self._group)
+            if bad:
+                params = [[*found, *extra][k][0] for k in bad]
+                why = complaint_of_overflow(now, reach, params, weights, self.model, self.progress.step)
+                self._leave_out(now, why, before, scaled=scaling.is_on(self.scaler))
+                return False
+        for p, grad in [*found, *extra]:
+            p.grad = grad
+        return True
+
+    def _direction(self, now: Evaluation, weighed: Weighed, weights: Tensor, reach: Reach) -> Tensor:
+        """d [m], clipped."""
+        G = now.gradients.matrix
+        shrunk = 1.0
+        if now.weights is not None:
+            d = G[0]
+        elif weighed.direction is not None:
+            if weighed.direction.shape != G[0].shape:
+                raise ValueError(f"weighting: expected a direction of shape {list(G[0].shape)}, got "
+                                 f"{list(weighed.direction.shape)}")  # fmt: skip
+            d = weighed.direction.to(G.dtype)
+        else:
+            if reach.wide and self.max_norm is not None and math.isfinite(reach.shared):
+                shrunk = min(1.0, self.max_norm / reach.shared)  # what is clipped need not fit before
+            d = direction(now, weights * shrunk if reach.wide else weighed.weights, wide=reach.wide)
+        exact = not LEAST < reach.shared < MOST or (self.max_norm is not None and not LEAST < self.max_norm < MOST)
+        return clip_(d, self.max_norm, now.pieces, scale=shrunk, exact=exact)
 
     def _reuse_history(self, layout: Layout) -> None:
         sigma, self.progress.sigma = self.progress.sigma, None

@@ -75,7 +75,9 @@ def test_flags_left_off_are_refused_by_name_and_given_back(settings):
     optimizer.step(lambda: switching(model, x, ys, True))
     before, cost = everything(model, optimizer), copy.deepcopy(optimizer.state_dict()["cost"])
     for _ in range(2):  # in a step that reuses its weights (every=3), too
-        with pytest.raises(RuntimeError, match=r"closure: .*requires_grad off for 2 .*branches\.0\.weight.*set_adapter.*back at"):
+        with pytest.raises(
+            RuntimeError, match=r"closure: .*requires_grad off for 2 .*branches\.0\.weight.*set_adapter.*back at"
+        ):
             optimizer.step(lambda: switching(model, x, ys, False))
         assert everything(model, optimizer) == before
         assert repr(optimizer.state_dict()["cost"]) == repr(cost)

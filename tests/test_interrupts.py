@@ -143,6 +143,7 @@ def test_a_timer_interrupts_a_step_at_random_moments(teleporter):
 
     old = signal.signal(signal.SIGALRM, interrupt)
     try:
+
         def arm():
             signal.setitimer(signal.ITIMER_REAL, 10 ** chance.uniform(-4.3, -1.7))
             return lambda: signal.setitimer(signal.ITIMER_REAL, 0)
