@@ -25,7 +25,7 @@ from cost_mtl.base import (
     Weighed,
     WeightingInputs,
 )
-from cost_mtl.checkpoint import Progress, name_of
+from cost_mtl.checkpoint import Progress, detached, name_of
 from cost_mtl.compiled import as_it_is, keep_saved_tensors
 from cost_mtl.evaluation import (
     Evaluation,
@@ -428,7 +428,8 @@ class COST(OptimizerWrapper):
             return Weighed(ones, self.progress.weighting), torch.ones(K, dtype=torch.float64)
         seen = now if needs_gramian_only(self.weighting) else now.whole()
         inputs = WeightingInputs(M, now.losses, seen.gradients.matrix, self.progress.step)
-        weighed = self.weighting.weigh(inputs, self.progress.weighting)
+        # A copy: what a step that is left out changed in place would stay.
+        weighed = self.weighting.weigh(inputs, detached(self.progress.weighting))
         if not isinstance(weighed, Weighed):
             raise TypeError(f"weighting: expected weigh() to return a Weighed, got {type(weighed).__name__}")
         weights = weighed.weights.detach().cpu().double()
