@@ -55,7 +55,8 @@ from cost_mtl.parameters import (
 )
 from cost_mtl.reach import Reach, complaint_of_overflow, fit_one_pass, overflowing
 from cost_mtl.reductions import LEAST, MOST
-from cost_mtl.sharding import NO_TELEPORTS, is_sharded, reshard
+from cost_mtl.sharding import NO_TELEPORTS, is_sharded, local, reshard
+from cost_mtl.state_checks import Frame
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
 from cost_mtl.teleport.replay import Moment
@@ -540,12 +541,17 @@ class COST(OptimizerWrapper):
         return self.progress.pack(name_of(self.weighting))
 
     def _read_extra(self, extra: Any) -> Progress:
-        return Progress() if extra is None else Progress.unpack(extra, name_of(self.weighting))
+        if extra is None:
+            return Progress()
+        sizes = [local(p).numel() for p in self.model.parameters()]
+        given = None if self._shared is None else [local(p).numel() for p in self._shared]
+        progress = Progress.unpack(extra, name_of(self.weighting), Frame(sizes, given, self.weighting))
+        device = held_by(self.base)[0].device
+        progress.weighting = {k: v.to(device) if isinstance(v, Tensor) and v.is_floating_point() else v
+                              for k, v in progress.weighting.items()}  # fmt: skip
+        return progress
 
     def _adopt_extra(self, extra: Progress) -> None:
-        device = held_by(self.base)[0].device
-        extra.weighting = {k: v.to(device) if isinstance(v, Tensor) and v.is_floating_point() else v
-                           for k, v in extra.weighting.items()}  # fmt: skip
         self.progress = extra
 
     def __setstate__(self, state: dict[str, Any]) -> None:
