@@ -7,7 +7,6 @@ import warnings
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cost_mtl.base import State

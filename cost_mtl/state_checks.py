@@ -247,10 +247,10 @@ def _is_torchs(base: Optimizer) -> bool:
 
 def _tensors(field: str, state: Mapping[Any, Any], p: Tensor, torchs: bool) -> Iterator[tuple[str, Tensor]]:
     for name, value in state.items():
-        if torchs and name in OF_THE_PARAMETERS_SHAPE and value is not None:
-            if not isinstance(value, Tensor) or value.shape != p.shape:
-                raise ValueError(f"{field}['{name}']: expected a tensor of the parameter's shape {list(p.shape)}, got "
-                                 f"{_describe(value)}")  # fmt: skip
+        fits = value is None or (isinstance(value, Tensor) and value.shape == p.shape)
+        if torchs and name in OF_THE_PARAMETERS_SHAPE and not fits:
+            raise ValueError(f"{field}['{name}']: expected a tensor of the parameter's shape {list(p.shape)}, got "
+                             f"{_describe(value)}")  # fmt: skip
         if torchs and name == "step" and not _is_step(value):
             raise ValueError(f"{field}['step']: expected a number >= 0, got {_describe(value)}")
         if isinstance(value, Tensor) and value.is_floating_point():

@@ -66,14 +66,14 @@ DAMAGES = {
     "skipped": COUNT | {"more than step": 99},
     "attempts": COUNT | {"none where one was": 0},
     "memory_lost": COUNT,
-    "last_attempt": {k: v for k, v in COUNT.items()} | {"in the future": 99},
+    "last_attempt": COUNT | {"in the future": 99},
     "last_asked": {k: v for k, v in COUNT.items() if k != "none"} | {"in the future": 99},
     "sigma": {"a string": "1", "negative": -0.1, "above 1": 1.5, "nan": NAN, "an integer": 1, "tensor": torch.ones(())},
     "num_tasks": {k: v for k, v in COUNT.items() if k != "none"} | {"zero": 0, "another": 3},
     "names": {"a tuple": ("0", "1"), "numbers": [0, 1], "one too many": ["0", "1", "2"], "one": ["0"], "none": None,
               "a string": "01"},
-    "shared": {"a tuple": (0, 1), "beyond": [0, 1, 99], "negative": [-1, 0], "floats": [0.0, 1.0], "bools": [False, True],
-               "twice": [0, 0, 1], "out of order": [1, 0], "none": None, "strings": ["0"]},
+    "shared": {"a tuple": (0, 1), "beyond": [0, 1, 99], "negative": [-1, 0], "floats": [0.0, 1.0],
+               "bools": [False, True], "twice": [0, 0, 1], "out of order": [1, 0], "none": None, "strings": ["0"]},
     "memory": {"a tuple": (), "no tuples": [torch.ones(2)], "lists": [[torch.ones(2)]], "objects": [(object(),)],
                "none": None, "a dict": {}},
     "iterates": {"a tuple": (), "none": None, "numbers": [1.0], "lists": [[1.0, 2.0]]},
@@ -145,22 +145,38 @@ def test_a_missing_field_and_an_unknown_one(saved, standing, name):
     refused(standing, state, rf"expected nothing but the fields of version 1, got .*{name}s")
 
 
+def group(**changed):
+    return lambda s: s | {"param_groups": [s["param_groups"][0] | changed]}
+
+
+def entry(key, **changed):
+    """The state of one parameter, with functions of what was there."""
+
+    def change(s):
+        old = s["state"][key]
+        new = {k: v(old[k]) if callable(v) else v for k, v in changed.items()}
+        return s | {"state": s["state"] | {key: old | new}}
+
+    return change
+
+
 BASE = {
     "groups a dict": lambda s: s | {"param_groups": {}},
     "a group without params": lambda s: s | {"param_groups": [{"lr": 0.1}]},
     "a group less": lambda s: s | {"param_groups": []},
-    "a parameter less": lambda s: s | {"param_groups": [s["param_groups"][0] | {"params": [0, 1]}]},
-    "lr nan": lambda s: s | {"param_groups": [s["param_groups"][0] | {"lr": NAN}]},
+    "a parameter less": group(params=[0, 1]),
+    "lr nan": group(lr=NAN),
     "state a list": lambda s: s | {"state": []},
     "state of a parameter that is not there": lambda s: s | {"state": s["state"] | {77: {}}},
     "state of a parameter a tensor": lambda s: s | {"state": s["state"] | {1: torch.ones(2)}},
-    "exp_avg of another shape": lambda s: s | {"state": s["state"] | {1: s["state"][1] | {"exp_avg": torch.ones(3, 3)}}},
-    "exp_avg a list": lambda s: s | {"state": s["state"] | {1: s["state"][1] | {"exp_avg": [1.0]}}},
-    "exp_avg_sq nan": lambda s: s | {"state": s["state"] | {2: s["state"][2] | {"exp_avg_sq": s["state"][2]["exp_avg_sq"] * NAN}}},
-    "step negative": lambda s: s | {"state": s["state"] | {0: s["state"][0] | {"step": torch.tensor(-1.0)}}},
-    "step nan": lambda s: s | {"state": s["state"] | {0: s["state"][0] | {"step": torch.tensor(NAN)}}},
-    "step a string": lambda s: s | {"state": s["state"] | {0: s["state"][0] | {"step": "1"}}},
-}  # fmt: skip
+    "exp_avg of another shape": entry(1, exp_avg=torch.ones(3, 3)),
+    "exp_avg a list": entry(1, exp_avg=[1.0]),
+    "exp_avg_sq nan": entry(2, exp_avg_sq=lambda t: t * NAN),
+    "exp_avg_sq inf": entry(2, exp_avg_sq=lambda t: t + math.inf),
+    "step negative": entry(0, step=torch.tensor(-1.0)),
+    "step nan": entry(0, step=torch.tensor(NAN)),
+    "step a string": entry(0, step="1"),
+}
 
 
 @pytest.mark.parametrize("how", BASE)
