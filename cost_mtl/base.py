@@ -177,7 +177,8 @@ class Weighed:
 @runtime_checkable
 class StatefulWeighting(Protocol):
     """A rule that needs the losses, the whole gradients or a memory. The object holds settings only; COST keeps the
-    state, hands it in, and saves it in ``state_dict()``.
+    state, hands it in, and saves it in ``state_dict()``. ``weigh`` gets a copy of the state: a step that is left out
+    goes on from the one before.
 
     Two optional class attributes say more of it:
 

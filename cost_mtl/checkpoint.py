@@ -8,28 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cost_mtl.base import State
 from cost_mtl.remembered import Remembered, without_closures
+from cost_mtl.state_checks import Frame, check_progress, is_plain, refuse
+
+__all__ = ["VERSION", "Progress", "beside", "detached", "is_plain", "name_of"]
 
 VERSION = 1
 ADDED = ("last_asked", "names", "present", "memory_of")
 """Fields that checkpoints of earlier releases of this version lack; they start at their default."""
-_PLAIN = (bool, int, float, str, bytes, type(None))
-
-
-def is_plain(value: Any) -> bool:
-    """Whether ``torch.load(weights_only=True)`` gives the value back: tensors, numbers, strings, and dicts, lists and
-    tuples of them."""
-    if type(value) in _PLAIN or type(value) in (Tensor, torch.nn.Parameter):
-        return True
-    if type(value) in (list, tuple):
-        return all(is_plain(item) for item in value)
-    if type(value) is dict:
-        return all(is_plain(key) and is_plain(item) for key, item in value.items())
-    return False
 
 
 def detached(value: Any) -> Any:
@@ -115,21 +104,31 @@ class Progress:
         return packed | {"version": VERSION, "method": method, "memory_lost": 0 if savable else len(self.memory)}
 
     @classmethod
-    def unpack(cls, state: Any, method: str) -> Progress:
-        """Read what :meth:`pack` made. The state of another weighting than ``method`` is left out: the coming step
-        then starts this one's.
+    def unpack(cls, state: Any, method: str, frame: Frame | None = None) -> Progress:
+        """Read what :meth:`pack` made, all of which is looked at first. The state of another weighting than ``method``
+        is left out: the coming step then starts this one's.
+
+        Args:
+            frame: what it has to fit.
 
         Raises:
-            ValueError: it is something else, or of another version.
+            ValueError: it is something else, or of another version; the field is named.
         """
         if not isinstance(state, dict) or "version" not in state:
             raise ValueError(f"state_dict['cost']: expected what COST.state_dict() made, got {type(state).__name__}")
-        if state["version"] != VERSION:
-            raise ValueError(f"state_dict['cost']: expected version {VERSION}, got version {state['version']}")
+        if type(state["version"]) is not int or state["version"] != VERSION:
+            raise ValueError(f"state_dict['cost']: expected version {VERSION}, got version {state['version']!r}")
+        unknown = set(state) - {"version", "method", "memory_lost", "memory_of", *(f.name for f in fields(cls))}
+        if unknown:
+            raise ValueError(f"state_dict['cost']: expected nothing but the fields of version {VERSION}, got "
+                             f"{sorted(map(repr, unknown))} beside them")  # fmt: skip
         missing = [name for name in ("method", "memory_lost", *(f.name for f in fields(cls))) if name not in state]
         missing = [name for name in missing if name not in ADDED]
         if missing:
             raise ValueError(f"state_dict['cost']: incomplete, without {missing}")
+        if type(state["method"]) is not str:
+            refuse("['method']", "the name of a weighting", state["method"])
+        check_progress(state, frame, same_method=state["method"] == method)
         if state["memory_lost"]:
             warnings.warn(
                 f"state_dict['cost']: {state['memory_lost']} remembered batches were of a kind that can't be saved; "
@@ -141,12 +140,16 @@ class Progress:
             w, names = progress.weights.tolist(), progress.names
             progress.weights = dict(zip(names, w, strict=True)) if len(names) == len(w) else None
         progress.present = progress.present or progress.names
+        if frame is not None and state["method"] == method and progress.num_tasks is not None:
+            known = progress.names or [str(i) for i in range(progress.num_tasks)]
+            read = getattr(frame.weighting, "read_state", None)
+            progress.weighting = progress.weighting if read is None else read(progress.weighting, known)
         progress.memory = _remembered(progress.memory, state.get("memory_of"))
         if state["method"] != method:
             if progress.weighting:
                 warnings.warn(
                     f"state_dict['cost']: the weighting's state is {state['method']}'s, and this is {method}: it "
-                    "starts anew",
+                    "starts again",
                     stacklevel=3,
                 )
             progress.weighting, progress.weights, progress.num_tasks = {}, None, None
@@ -162,9 +165,6 @@ def _remembered(batches: Sequence[Any], of: Sequence[dict[str, Any]] | None) -> 
     """Saved batches with what was saved of their closures (``of`` None: by an earlier release, nothing)."""
     if of is None:
         return [Remembered(batch, None) for batch in batches]
-    if len(of) != len(batches):
-        raise ValueError(f"state_dict['cost']: memory_of: expected {len(batches)} entries, one for each batch in "
-                         f"memory, got {len(of)}")  # fmt: skip
     pairs = zip(batches, of, strict=True)
     return [Remembered(batch, _tupled(m["names"]), None, _tupled(m["closures"])) for batch, m in pairs]
 

@@ -328,13 +328,9 @@ class _Combined:
     def __init__(
         self, weights: Tensor, own_weights: Tensor, layout: Layout, own: Sequence[Tensor], thunks: Sequence[Thunk]
     ) -> None:
-        self.weights, self.layout, self.own = weights, layout, own
+        self.weights, self.both, self.layout, self.own = weights, (weights, own_weights), layout, own
         self.sums: list[Tensor | None] = [None] * (len(layout.params) + len(own))
-        # Scaled losses times weights above 1 (those of small gradients are in the hundreds) would overflow: the largest
-        # weight waits until the scale is off.
-        self.scaled = any(thunk.scale is not None for thunk in thunks)
-        self.later = [max(1.0, float(w.abs().max())) if self.scaled else 1.0 for w in (weights, own_weights)]
-        self.seeds = [w / most / len(thunks) for w, most in zip((weights, own_weights), self.later, strict=True)]
+        self.part = 1.0 / len(thunks)
 
     @classmethod
     def start(
@@ -349,12 +345,17 @@ class _Combined:
     def add(self, tasks: TaskLosses) -> None:
         """One micro-batch."""
         shared, own = self.layout.params, self.own
-        grads = combined_backward(tasks, self.seeds[0].tolist(), shared, retain_graph=bool(own))
-        grads += combined_backward(tasks, self.seeds[1].tolist(), own)
+        # Scaled losses, or half precision, times weights above 1 (those of small gradients are in the hundreds) would
+        # overflow: the largest weight waits until the scale is off.
+        scaled = tasks.scale is not None or any(r is not None and tasks.dtype_of(r).itemsize < 4 for r in tasks.roots)
+        later = [max(1.0, float(w.abs().max())) if scaled else 1.0 for w in self.both]
+        seeds = [(w / most * self.part).tolist() for w, most in zip(self.both, later, strict=True)]
+        grads = combined_backward(tasks, seeds[0], shared, retain_graph=bool(own))
+        grads += combined_backward(tasks, seeds[1], own)
         for k, grad in enumerate(grads):
             if grad is not None:
-                if self.scaled:
-                    grad = like(grad, local(grad) * self.later[k >= len(shared)])
+                if scaled:
+                    grad = like(grad, local(grad) * later[k >= len(shared)])
                 so_far = self.sums[k]
                 self.sums[k] = grad if so_far is None else so_far + grad
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -354,14 +355,17 @@ def cosines(M: Tensor) -> Tensor:
     return torch.where(defined, cos.clamp(-1, 1), torch.zeros_like(cos))
 
 
-def combine(G: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """d = G^T w.
+def combine(G: Tensor, weights: Tensor, *, out: Tensor | None = None, wide: bool | None = None) -> Tensor:
+    """d = G^T w: finite wherever the result is, also where a weight is beyond the range of G's dtype (1e40 for a
+    gradient of 1e-30, in float32).
 
     Args:
         G: task gradients [K, m].
         weights: w [K], any floating dtype.
         out: optional [m] to write into; a row of G itself is allowed (each block of columns is read before it is
             written), which is how an optimizer step gets by without another [m].
+        wide: whether weights or partial sums leave the range of G's dtype, which takes products in float64, block by
+            block. None (default): looked up in the weights, for which the host waits if they are on a device.
 
     Returns:
         d [m] in G's dtype.
@@ -372,11 +376,31 @@ def combine(G: Tensor, weights: Tensor, *, out: Tensor | None = None) -> Tensor:
     if weights.shape != (len(G),):
         raise ValueError(f"weights: expected shape [{len(G)}], one for each row of G, got {list(weights.shape)}")
     d = torch.empty(G.shape[1], dtype=G.dtype, device=G.device) if out is None else out
-    w = weights.detach().to(G.device, G.dtype)
+    wide = _leaves_range(weights, G.dtype) if wide is None else wide
+    product = _wide_product(weights, G) if wide else partial(torch.matmul, weights.detach().to(G.device, G.dtype))
     with torch.no_grad(), torch.autocast(G.device.type, enabled=False):
         for part, target in zip(G.split(BLOCK, dim=1), d.split(BLOCK), strict=True):
-            target.copy_(w @ part)
+            target.copy_(product(part))
     return d
+
+
+def _leaves_range(weights: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a weight is too large or too small for the dtype."""
+    used = weights.detach().double().abs() if weights.device.type != "mps" else weights.detach().cpu().double().abs()
+    used = used[used > 0]
+    return bool(((used > torch.finfo(dtype).max / 2) | (used < torch.finfo(dtype).tiny)).any())
+
+
+def _wide_product(weights: Tensor, G: Tensor) -> Callable[[Tensor], Tensor]:
+    """part [K, n] -> w @ part, in float64; on MPS, which has none, times two factors of every weight in turn, between
+    which nothing leaves the range unless the result does."""
+    if G.device.type != "mps":
+        w = weights.detach().to(G.device, torch.float64)
+        return lambda part: w @ part.double()
+    w = weights.detach().cpu().double()
+    first = torch.exp2((torch.frexp(w).exponent // 2).double())
+    one, two = (f.to(G.device, G.dtype)[:, None] for f in (first, w / first))
+    return lambda part: (part * one * two).sum(dim=0)
 
 
 def trainable(params: Iterable[Tensor]) -> list[nn.Parameter]:

@@ -45,6 +45,10 @@ class TaskLosses:
         """Whether any of the losses has a graph."""
         return any(root is not None for root in self.roots)
 
+    def dtype_of(self, root: Tensor | GradientEdge) -> torch.dtype:
+        """Of the loss that a root stands for."""
+        return root.dtype if isinstance(root, Tensor) else self.values.dtype
+
     def seed(self, root: Tensor | GradientEdge, factor: float | Tensor) -> Tensor:
         """The scalar that a backward pass from ``root`` starts with: ``factor``, scaled, in the loss's own dtype."""
         like = root if isinstance(root, Tensor) else self.values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from cost_mtl.base import (
     Weighed,
     WeightingInputs,
 )
-from cost_mtl.checkpoint import Progress, name_of
+from cost_mtl.checkpoint import Progress, detached, name_of
 from cost_mtl.compiled import as_it_is, keep_saved_tensors
 from cost_mtl.evaluation import (
     Evaluation,
@@ -55,8 +56,11 @@ from cost_mtl.parameters import (
     warn_about_shared,
     warn_about_weighting,
 )
+from cost_mtl.reach import Reach, complaint_of_overflow, fit_one_pass, overflowing
+from cost_mtl.reductions import LEAST, MOST
 from cost_mtl.remembered import remember
-from cost_mtl.sharding import NO_TELEPORTS, is_sharded, reshard
+from cost_mtl.sharding import NO_TELEPORTS, is_sharded, local, reshard
+from cost_mtl.state_checks import Frame
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
 from cost_mtl.teleport.replay import Moment
@@ -72,11 +76,10 @@ from cost_mtl.update import (
     direction,
     host_read,
     needs_more_digits,
-    read_again,
+    own_grads,
     read_exactly,
     refuse_weights,
-    write_own,
-    write_shared,
+    shared_grads,
 )
 from cost_mtl.weighting import FairGrad, resolve
 from cost_mtl.weighting.resolve import goes_by_name, needs_gramian_only
@@ -239,7 +242,7 @@ class COST(OptimizerWrapper):
         before = moment_of(self.base, self.model) if may_teleport or self.on_nonfinite == "skip" else None
         self._clear_grads()  # they are views of G: a closure that calls backward would add to it
         now = self._evaluate(thunks)
-        M, host = host_read(now, self._group)
+        M, host = host_read(now, self._group, thunks[0].scale)
         losses = now.losses
         if self._refuse(now, host, before):
             return losses
@@ -248,10 +251,13 @@ class COST(OptimizerWrapper):
         if may_teleport and before is not None and len(now.names) > 1 and now.layout.params:
             conflict = self._driver.conflict(host.gramian)
             if conflict:
-                now, M, teleport = self._teleport_in_step(self._site(thunks, batch, before), now.whole(), M)
-                host = read_again(host, now, M)
-        weighed, M = self._weigh(now, M, host)
-        self._write(now, weighed)
+                there, M, teleport = self._teleport_in_step(self._site(thunks, batch, before), now.whole(), M)
+                if there.gradients is not now.gradients:
+                    M, host = host_read(there, self._group, thunks[0].scale)
+                now = there
+        weighed, weights, M = self._weigh(now, M, host)
+        if not self._write(now, host, weighed, weights, before):
+            return losses
         with uninterrupted():
             self._reuse_history(now.layout)
             with keeping_entries(self.base, weighed.at_rest):
@@ -415,13 +421,22 @@ class COST(OptimizerWrapper):
         bad = bad_tasks(now, host, self._group)
         if not bad:
             return False
+        scaled = scaling.is_on(self.scaler) and bool(torch.isfinite(host.losses).all())
+        self._leave_out(now, complaint(now, bad, self.progress.step), before, scaled=scaled)
+        return True
+
+    def _leave_out(self, now: Evaluation, why: str, before: Moment | None, *, scaled: bool) -> None:
+        """Nothing moves in this step: raise, or count it.
+
+        Args:
+            scaled: it may be the loss scale that is to blame.
+        """
         self._clear_grads()
-        overflow = scaling.is_on(self.scaler) and bool(torch.isfinite(host.losses).all())
-        if overflow:
+        if scaled:
             scaling.skip(self.scaler, self.base)
         elif self.on_nonfinite == "raise":
-            raise FloatingPointError(complaint(now, bad, self.progress.step))
-        go_back()  # what the tasks of a step that is left out changed: none of it
+            raise FloatingPointError(why)
+        go_back()  # a teleport, the weighting's new state
         if before is not None and self.on_nonfinite == "skip":
             before.buffers.restore()  # running statistics would keep a NaN for good
         self.progress.step += 1
@@ -430,31 +445,35 @@ class COST(OptimizerWrapper):
         self.last_step = StepReport(
             now.losses, now.names, weights=nothing, skipped=True, skipped_total=self.progress.skipped
         )
-        return True
 
-    def _weigh(self, now: Evaluation, M: Tensor, host: HostRead) -> tuple[Weighed, Tensor]:
-        """The weights, on M's device, and the Gramian that they were made from."""
-        if now.weights is not None:
-            return Weighed(now.weights, self.progress.weighting), M
+    def _weigh(self, now: Evaluation, M: Tensor, host: HostRead) -> tuple[Weighed, Tensor, Tensor]:
+        """What the weighting says; its weights [K] on the host, in float64; the Gramian that they were made from."""
+        K = len(now.names)
+        if now.weights is not None:  # checked when they were solved for
+            return Weighed(now.weights, self.progress.weighting), torch.ones(K, dtype=torch.float64), M
         if not _is_weighed(now):
-            return Weighed(torch.ones(len(now.names), dtype=M.dtype, device=M.device), self.progress.weighting), M
-        rows, K, state = self._rows(now, host), len(now.names), self.progress.weighting
+            ones = torch.ones(K, dtype=M.dtype, device=M.device)
+            return Weighed(ones, self.progress.weighting), torch.ones(K, dtype=torch.float64), M
+        rows, state = self._rows(now, host), detached(self.progress.weighting)
+        # A copy: what a step that is left out changed in place would stay.
         weighed = weigh_present(self.weighting, self._inputs(now, host, rows), state, rows, K)
         if needs_more_digits(weighed.solver, now, host):
             M, host = read_exactly(now, host, self._group)
             weighed = weigh_present(self.weighting, self._inputs(now, host, rows), state, rows, K)
-        refuse_weights(weighed.weights, self.weighting)
+        weights = weighed.weights.detach().cpu().double()
+        refuse_weights(weights, self.weighting)
         self.progress.weighting = weighed.state
         if weighed.parameter_grads and not self._weighting_checked:
             self._weighting_checked = True
             warn_about_weighting([p for p, _ in weighed.parameter_grads], self.base)
         if not self._length_checked and weighed.direction is None:
-            self._length_checked = warn_about_length(weighed.weights, host.gramian, host.noise, self.max_norm)
+            self._length_checked = warn_about_length(weights, host.gramian, host.noise, self.max_norm)
         weighed = replace(weighed, weights=weighed.weights.to(M.device, M.dtype, non_blocking=True))
         if self.every > 1:
-            fresh = {now.names[i]: w for i, w in enumerate(weighed.weights.tolist()) if i in rows}
-            self.progress.weights = (self.progress.weights or {}) | fresh
-        return weighed, M
+            fresh = {now.names[i]: w for i, w in enumerate(weights.tolist()) if i in rows}
+            # Weights beyond the range of one backward pass: the coming step solves.
+            self.progress.weights = (self.progress.weights or {}) | fresh if fit_one_pass(weights) else None
+        return weighed, weights, M
 
     def _rows(self, now: Evaluation, host: HostRead) -> list[int]:
         """The tasks that the weighting is told of."""
@@ -471,25 +490,49 @@ class COST(OptimizerWrapper):
         step, known = self.progress.step, tuple(self.progress.names)
         return WeightingInputs(M, losses, G, step, host.noise, names, known, now.named)
 
-    def _write(self, now: Evaluation, weighed: Weighed) -> None:
-        """``.grad`` of every parameter; G's first row becomes the combined direction."""
+    def _write(self, now: Evaluation, host: HostRead, weighed: Weighed, weights: Tensor, before: Moment | None) -> bool:
+        """``.grad`` of every parameter; G's first row becomes the combined direction. False where it does not fit, so
+        that the step is left out."""
         self._clear_grads()
+        heads = self.heads == "weighted" and _is_weighed(now)
+        own = [p for p in all_trainable(self.base, self.model) if id(p) not in now.layout.index]
+        reach = Reach.of(now, host, weights, [*now.layout.params, *own], heads=heads)
+        found = own_grads(own, now.gradients, weighed.weights if heads else None,
+                          wide=reach.wide or reach.own > reach.limit)  # fmt: skip
         if now.layout.params:
-            G = now.gradients.matrix
-            if now.weights is not None:
-                d = G[0]
-            elif weighed.direction is None:
-                d = direction(now, weighed.weights)
-            else:
-                d = weighed.direction.to(G.dtype)
-            write_shared(now.layout, clip_(d, self.max_norm, now.pieces), now.gradients.reached)
+            d = self._direction(now, weighed, weights, reach)
+            found += shared_grads(now.layout, d, now.gradients.reached)
             if trajectory.needs_direction(self.htr) and self._driver.enabled:
                 self.progress.direction = d.clone()
-        scaled = self.heads == "weighted" and _is_weighed(now)
-        own = [p for p in all_trainable(self.base, self.model) if id(p) not in now.layout.index]
-        write_own(own, now.gradients, weighed.weights if scaled else None)
-        for parameter, grad in weighed.parameter_grads:
-            parameter.grad = grad.to(parameter.device, parameter.dtype)
+        extra = [(p, grad.detach().to(p.device, p.dtype)) for p, grad in weighed.parameter_grads]
+        if extra or weighed.direction is not None or not reach.fits(self.max_norm):
+            bad = overflowing([*found, *extra], host.scale, now, self._group)
+            if bad:
+                params = [[*found, *extra][k][0] for k in bad]
+                why = complaint_of_overflow(now, reach, params, weights, self.model, self.progress.step)
+                self._leave_out(now, why, before, scaled=scaling.is_on(self.scaler))
+                return False
+        for p, grad in [*found, *extra]:
+            p.grad = grad
+        return True
+
+    def _direction(self, now: Evaluation, weighed: Weighed, weights: Tensor, reach: Reach) -> Tensor:
+        """d [m], clipped."""
+        G = now.gradients.matrix
+        shrunk = 1.0
+        if now.weights is not None:
+            d = G[0]
+        elif weighed.direction is not None:
+            if weighed.direction.shape != G[0].shape:
+                raise ValueError(f"weighting: expected a direction of shape {list(G[0].shape)}, got "
+                                 f"{list(weighed.direction.shape)}")  # fmt: skip
+            d = weighed.direction.to(G.dtype)
+        else:
+            if reach.wide and self.max_norm is not None and math.isfinite(reach.shared):
+                shrunk = min(1.0, self.max_norm / reach.shared)  # what is clipped need not fit before
+            d = direction(now, weights * shrunk if reach.wide else weighed.weights, wide=reach.wide)
+        exact = not LEAST < reach.shared < MOST or (self.max_norm is not None and not LEAST < self.max_norm < MOST)
+        return clip_(d, self.max_norm, now.pieces, scale=shrunk, exact=exact)
 
     def _reuse_history(self, layout: Layout) -> None:
         sigma, self.progress.sigma = self.progress.sigma, None
@@ -545,12 +588,17 @@ class COST(OptimizerWrapper):
         return self.progress.pack(name_of(self.weighting))
 
     def _read_extra(self, extra: Any) -> Progress:
-        return Progress() if extra is None else Progress.unpack(extra, name_of(self.weighting))
+        if extra is None:
+            return Progress()
+        sizes = [local(p).numel() for p in self.model.parameters()]
+        given = None if self._shared is None else [local(p).numel() for p in self._shared]
+        progress = Progress.unpack(extra, name_of(self.weighting), Frame(sizes, given, self.weighting))
+        device = held_by(self.base)[0].device
+        progress.weighting = {k: v.to(device) if isinstance(v, Tensor) and v.is_floating_point() else v
+                              for k, v in progress.weighting.items()}  # fmt: skip
+        return progress
 
     def _adopt_extra(self, extra: Progress) -> None:
-        device = held_by(self.base)[0].device
-        extra.weighting = {k: v.to(device) if isinstance(v, Tensor) and v.is_floating_point() else v
-                           for k, v in extra.weighting.items()}  # fmt: skip
         self.progress = extra
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -216,8 +216,8 @@ def warn_about_length(weights: Tensor, M: Tensor, noise: float, max_norm: float 
         return False
     warnings.warn(
         f"weighting: the combined gradient has the norm {shown:.2g}, that of the plain sum {s:.2g}: a learning rate "
-        'that suits the sum does not suit this, Adam and its like aside. scale="project" (FairGrad, NashMTL, CAGrad, MGDA, '
-        "IMTLG) gives it a length that does; or clip with max_norm, or choose the learning rate again",
+        'that suits the sum does not suit this, Adam and its like aside. scale="project" (FairGrad, NashMTL, CAGrad, '
+        "MGDA, IMTLG) gives it a length that does; or clip with max_norm, or choose the learning rate again",
         stacklevel=7,
     )
     return True

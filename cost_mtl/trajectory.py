@@ -44,6 +44,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cost_mtl.reductions import LEAST, MOST, dot, norm, widest
+
 HTR = Literal["gradient", "momentum", "paper", "rollback", "keep", "reset"]
 POLICIES: tuple[HTR, ...] = ("gradient", "momentum", "paper", "rollback", "keep", "reset")
 
@@ -83,8 +85,11 @@ def sigma_for(policy: HTR, *, before: Tensor, after: Tensor, delta: Tensor, dire
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:
-    lengths = torch.linalg.vector_norm(a, dtype=torch.float64) * torch.linalg.vector_norm(b, dtype=torch.float64)
-    return float(torch.dot(a, b.to(a.dtype)).double() / lengths) if lengths > 0 else 0.0
+    lengths = [float(norm(x)) for x in (a, b)]
+    if not all(LEAST < length < MOST for length in lengths):  # squares that leave the range of float32
+        a, b = a.to(widest(a.device)), b.to(widest(b.device))
+        lengths = [float(norm(x, exact=True)) for x in (a, b)]
+    return float(dot(a, b)) / lengths[0] / lengths[1] if all(lengths) else 0.0
 
 
 def history_of(base: Optimizer, params: Sequence[Tensor]) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,21 +14,23 @@ from cost_mtl.base import DETERMINED, SolverReport
 from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients import Layout, TaskGradients, combine, exact_gramian, gramian, gramian_noise
 from cost_mtl.parallel import broadcast_, union
+from cost_mtl.reductions import norm
 from cost_mtl.sharding import like, local, sum_pieces_
 
 
 @dataclass(frozen=True)
 class HostRead:
     """The one host read of a step: loss values [K], M and the size of the other gradients, as float64 on the
-    CPU, and how far M's entries may be off, relative to ||g_i|| ||g_j||."""
+    CPU; how far M's entries may be off, relative to ||g_i|| ||g_j||; and the loss scale (1: none)."""
 
     losses: Tensor
     gramian: Tensor
     own_norm: float
     noise: float
+    scale: float = 1.0
 
 
-def host_read(now: Evaluation, group: Any = None) -> tuple[Tensor, HostRead]:
+def host_read(now: Evaluation, group: Any = None, scale: Tensor | None = None) -> tuple[Tensor, HostRead]:
     """M [K, K] in float64, on the device, and what decisions hang on, on the host, in one transfer.
 
     In a group every process gets the first one's numbers: decisions and weights are then the same to the last bit,
@@ -41,10 +43,15 @@ def host_read(now: Evaluation, group: Any = None) -> tuple[Tensor, HostRead]:
     K = len(now.losses)
     size = norm_of(own, M.device).to(M.dtype).reshape(1)
     sums = sum_pieces_(torch.cat([M.flatten(), size]), now.pieces)
-    everything = broadcast_(torch.cat([now.losses.to(M.device, M.dtype), sums]), group)
-    M, values = everything[K:-1].view_as(M).clone(), everything.cpu().double()
-    host = HostRead(values[:K], values[K:-1].view(len(G), len(G)), float(values[-1]), gramian_noise(G))
+    factor = torch.ones_like(size) if scale is None else scale.to(M.device, M.dtype).reshape(1)
+    everything = broadcast_(torch.cat([now.losses.to(M.device, M.dtype), factor, sums]), group)
+    M, values = everything[K + 1 : -1].view_as(M).clone(), everything.cpu().double()
+    read = values[K + 1 : -1].view(len(G), len(G))
+    host = HostRead(values[:K], read, float(values[-1]), gramian_noise(G), float(values[K]))
     diagonal = host.gramian.diagonal()
+    if not math.isfinite(host.own_norm):  # the squares, or the gradients themselves
+        size = norm_of(own, M.device, exact=True).to(M.dtype)
+        host = replace(host, own_norm=float(broadcast_(sum_pieces_(size, now.pieces), group)))
     if now.layout.params and not bool((torch.isfinite(diagonal) & (diagonal > 1e-32)).all()):
         # A float32 square may have left its range while the gradient itself is fine.
         return read_exactly(now, host, group)
@@ -66,12 +73,6 @@ def needs_more_digits(report: SolverReport | None, now: Evaluation, host: HostRe
     return host.noise > gramian_noise(now.gradients.matrix, exact=True)
 
 
-def read_again(host: HostRead, now: Evaluation, M: Tensor) -> HostRead:
-    """What was read, at the point that a teleport has led to."""
-    noise = gramian_noise(now.gradients.matrix)
-    return replace(host, losses=now.losses.cpu().double(), gramian=M.cpu().double(), noise=noise)
-
-
 def _mine(now: Evaluation) -> Tensor:
     """The columns of G that are averaged here."""
     G = now.gradients.matrix
@@ -83,10 +84,10 @@ def _summed(M: Tensor, now: Evaluation) -> Tensor:
     return M if now.share is None else sum_pieces_(M, now.share.group)
 
 
-def direction(now: Evaluation, weights: Tensor) -> Tensor:
-    """d = G^T w [m], in the place of G's first row."""
+def direction(now: Evaluation, weights: Tensor, *, wide: bool) -> Tensor:
+    """d = G^T w [m], in the place of G's first row; see :func:`cost_mtl.combine`."""
     mine = _mine(now)
-    combine(mine, weights, out=mine[0])
+    combine(mine, weights, out=mine[0], wide=wide)
     d = now.gradients.matrix[0]
     return d if now.share is None else now.share.gather_(d)
 
@@ -111,7 +112,7 @@ def complaint(now: Evaluation, bad: Sequence[int], step: int) -> str:
 
 
 def refuse_weights(weights: Tensor, weighting: Any) -> None:
-    """Refuse weights [K] that would make parameters not finite.
+    """Refuse weights [K], on the CPU, that would make parameters not finite.
 
     Raises:
         ValueError: a weight is NaN or infinite.
@@ -123,12 +124,9 @@ def refuse_weights(weights: Tensor, weighting: Any) -> None:
         )
 
 
-def norm_of(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+def norm_of(grads: Sequence[Tensor], device: torch.device, *, exact: bool = False) -> Tensor:
     """Euclidean norm [] of some gradients (dense or sparse), not finite if one of them is not."""
-    dense = [g for g in map(_values, grads) if g.numel()]
-    if not dense:
-        return torch.zeros((), device=device)
-    return torch.nn.utils.get_total_norm(dense, norm_type=2.0).to(device)
+    return norm([_values(g) for g in grads], exact=exact, device=device)
 
 
 def not_finite(evaluation: Evaluation) -> list[int]:
@@ -158,35 +156,68 @@ def _values(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
-def clip_(d: Tensor, max_norm: float | None, pieces: Any = None) -> Tensor:
-    """Scale d [m], or this process's piece of it, in place so that ||d|| <= max_norm, without a host read."""
-    if max_norm is not None and max_norm != float("inf"):  # inf / inf would be NaN
-        length = torch.linalg.vector_norm(d)
+def clip_(d: Tensor, max_norm: float | None, pieces: Any = None, *, scale: float = 1.0, exact: bool = False) -> Tensor:
+    """Scale d [m], or this process's piece of it, in place so that ||d|| <= max_norm, without a host read.
+
+    Args:
+        scale: d has been multiplied by it, so that it fits; it is taken off again as far as the norm allows.
+        exact: the squares of d leave the range of float32.
+    """
+    if max_norm is not None and max_norm != math.inf:  # inf / inf would be NaN
+        length = norm(d, exact=exact)
         if pieces is not None:
             length = sum_pieces_(length.square(), pieces).sqrt()
-        d.mul_((max_norm / length.clamp_min(max_norm)).to(d.dtype))
+        d.mul_((max_norm / length.clamp_min(max_norm * scale)).to(d.dtype))
     return d
 
 
-def write_shared(layout: Layout, d: Tensor, reached: set[int]) -> None:
-    """``.grad`` of the shared parameters: views of d [m], or copies where dtype or device differ. None where no task's
-    graph reached the parameter."""
-    for k, p in enumerate(layout.params):
-        if k not in reached:
-            p.grad = None
-            continue
-        part = layout.view(d, k)
-        p.grad = like(p, part.to(p.device, p.dtype))
+Found = list[tuple[Tensor, Tensor | None]]
+"""Parameters and what is to become their ``.grad``."""
 
 
-def write_own(own: Sequence[Tensor], gradients: TaskGradients, weights: Tensor | None) -> None:
-    """``.grad`` of the other parameters: the sum of the gradients of the tasks that reach it, times the tasks' weights
-    [K] where given."""
-    for p in own:
-        by_task = gradients.own.get(id(p))
-        p.grad = None
-        for task in sorted(by_task or {}):
-            grad = (by_task or {})[task]
-            if weights is not None:
-                grad = like(grad, local(grad) * weights[task].to(grad.device, grad.dtype))
-            p.grad = grad if p.grad is None else p.grad + grad
+def shared_grads(layout: Layout, d: Tensor, reached: set[int]) -> Found:
+    """Of the shared parameters: views of d [m], or copies where dtype or device differ. None where no task's graph
+    reached the parameter."""
+    return [
+        (p, like(p, layout.view(d, k).to(p.device, p.dtype)) if k in reached else None)
+        for k, p in enumerate(layout.params)
+    ]
+
+
+def own_grads(own: Sequence[Tensor], gradients: TaskGradients, weights: Tensor | None, *, wide: bool) -> Found:
+    """Of the other parameters: the sum of the gradients of the tasks that reach it, times the tasks' weights [K] where
+    given.
+
+    Args:
+        wide: weights or partial sums may leave the parameters' range.
+    """
+    return [(p, _summed_up(gradients.own.get(id(p), {}), weights, wide)) for p in own]
+
+
+def _summed_up(by_task: Mapping[int, Tensor], weights: Tensor | None, wide: bool) -> Tensor | None:
+    if not by_task:
+        return None
+    first = next(iter(by_task.values()))
+    if weights is None and len(by_task) == 1:
+        return first
+    work = _working_dtype(first, wide)
+    total: Tensor | None = None
+    for task in sorted(by_task):
+        grad = by_task[task]
+        if work != grad.dtype:
+            grad = like(grad, local(grad).to(work))
+        if weights is not None:
+            grad = like(grad, local(grad) * weights[task].to(grad.device, grad.dtype))
+        total = grad if total is None else total + grad
+    if total is None or work == first.dtype:
+        return total
+    return like(first, local(total).to(first.dtype))
+
+
+def _working_dtype(grad: Tensor, wide: bool) -> torch.dtype:
+    """Sums of half precision are taken in float32, and all in float64 where their range asks for it."""
+    if grad.is_complex():
+        return torch.complex128 if wide else grad.dtype
+    if wide and grad.device.type != "mps":
+        return torch.float64
+    return torch.float32 if grad.dtype.itemsize < 4 else grad.dtype

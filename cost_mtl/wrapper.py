@@ -10,6 +10,29 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from cost_mtl.state_checks import check_base_state
+from cost_mtl.undo import all_or_nothing, keep, undo_on_failure
+
+
+def _as_it_was(base: Optimizer) -> Callable[[], None]:
+    """What puts a base optimizer's state and groups back, which loading replaces."""
+    state, entries = base.state, [(key, value, dict(value)) for key, value in base.state.items()]
+    groups, settings = base.param_groups, [(group, dict(group)) for group in base.param_groups]
+
+    def back() -> None:
+        base.state, base.param_groups = state, groups
+        state.clear()
+        for key, entry, content in entries:
+            entry.clear()
+            entry.update(content)
+            state[key] = entry
+        groups[:] = [group for group, _ in settings]
+        for group, content in settings:
+            group.clear()
+            group.update(content)
+
+    return back
+
 
 class OptimizerWrapper(Optimizer):
     """Delegates parameters, state and defaults to a base optimizer; there is one copy of each, the base's.
@@ -112,11 +135,14 @@ class OptimizerWrapper(Optimizer):
             state = state if changed is None else changed
         return state
 
+    @all_or_nothing
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` made, or the state_dict of a plain optimizer (teleports then start anew).
 
+        All of it is looked at before any is loaded; whatever fails, or interrupts, leaves both parts as they were.
+
         Raises:
-            ValueError: it is neither.
+            ValueError: it is neither, or damaged; the field is named.
         """
         missing = {"state", "param_groups"} - set(state_dict)
         if missing:
@@ -127,8 +153,11 @@ class OptimizerWrapper(Optimizer):
             changed = hook(self, state)
             state = state if changed is None else changed
         extra = self._read_extra(state.pop("cost", None))
+        check_base_state(state, self.base)
+        undo_on_failure(_as_it_was(self.base))
         self.base.load_state_dict(state)
         self._adopt_extra(extra)
+        keep()
         for hook in self._hooks("_optimizer_load_state_dict_post_hooks"):
             hook(self)
 

@@ -335,7 +335,7 @@ def test_old_states_by_position_are_read_by_name():
     inputs = cost_mtl.base.WeightingInputs(
         torch.eye(1), torch.ones(1), torch.eye(1), 3, names=("b",), known=("a", "b"), named=True
     )
-    tasks_now = FAMO().weigh(inputs, old).state["tasks"]
+    tasks_now = FAMO().weigh(inputs, FAMO().read_state(old, ["a", "b"])).state["tasks"]
     assert tasks_now["a"] == {"logit": pytest.approx(0.1), "mean": 0.0, "square": 1.0, "steps": 3}
     assert tasks_now["b"]["logit"] == pytest.approx(0.2)
     old = {
@@ -345,7 +345,7 @@ def test_old_states_by_position_are_read_by_name():
         "last": torch.tensor([1.0, 2.0]),
         "before_last": None,
     }
-    state = DWA(2).weigh(inputs, old).state
+    state = DWA(2).weigh(inputs, DWA(2).read_state(old, ["a", "b"])).state
     assert state["total"] == {"a": 3.0, "b": 5.0}
     assert state["count"] == {"a": 2, "b": 3}
     assert state["last"] == {"a": 1.0, "b": 2.0}

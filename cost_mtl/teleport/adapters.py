@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cost_mtl.base import TeleportProblem
 from cost_mtl.gradients import Layout
+from cost_mtl.reductions import row_norms
 from cost_mtl.teleport.layers import Layer
 from cost_mtl.teleport.replay import RandomStreams
 from cost_mtl.undo import undoing
@@ -97,7 +98,7 @@ class AdapterSpace:
 
     def metric(self, J: Tensor) -> Tensor | None:
         """From the scale of the task gradients in these coordinates: 1 / root mean square over the rows of J."""
-        unit = J / torch.linalg.vector_norm(J, dim=1, keepdim=True).clamp_min(1e-30)
+        unit = J / row_norms(J).clamp_min(1e-30)
         scale = unit.square().mean(dim=0).sqrt()
         positive = scale[scale > 0]
         if positive.numel() == 0:

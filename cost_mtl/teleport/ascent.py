@@ -28,6 +28,7 @@ from torch import Tensor
 from cost_mtl.arguments import at_least, positive
 from cost_mtl.base import NoDoubleBackwardError, TeleportProblem
 from cost_mtl.gradients import gramian
+from cost_mtl.reductions import norm
 from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.space import Space
 
@@ -133,7 +134,7 @@ def finite_differences(at: Standpoint, a: Tensor, tasks: list[list[int]]) -> Ten
     the Hessian-vector products that double backward would give, from one more pass each and without it."""
     u, epsilon = torch.zeros_like(at.J[0]), at.epsilon * at.length
     for row, members in zip(a, tasks, strict=True):
-        length = float(torch.linalg.vector_norm(row, dtype=torch.float64))
+        length = float(norm(row, exact=True))
         if length > 0.0:
             (moved,) = at.space.gradients_at(row * (epsilon / length), at.batch, [members])
             u += (moved - at.J[members].sum(dim=0)) * (length / epsilon)
@@ -206,7 +207,7 @@ class Sphere:
         """One eps [m], from the problem's generator, of norm delta in each parameter tensor."""
         eps = torch.randn(len(like), generator=problem.generator).to(like)
         parts = eps.split([p.numel() for p in problem.params])
-        return torch.cat([part * (self.delta / torch.linalg.vector_norm(part).clamp_min(1e-30)) for part in parts])
+        return torch.cat([part * (self.delta / norm(part).to(part.dtype).clamp_min(1e-30)) for part in parts])
 
 
 def _sharpness_slope(at: Standpoint, R: Tensor, chosen: list[tuple[Tensor, float, int]], delta: float) -> Slope:

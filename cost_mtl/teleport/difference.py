@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cost_mtl.arguments import at_least
 from cost_mtl.base import Acceptance, Move, TeleportProblem
+from cost_mtl.reductions import norm
 from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.dense import DenseSpace
 from cost_mtl.teleport.level_set import LevelSet
@@ -28,7 +29,7 @@ class DifferenceSpace(DenseSpace):
         self.directions = torch.stack(rows)  # [H, m]
 
     def _unit_blocks(self, difference: Tensor) -> Tensor:
-        lengths = [torch.linalg.vector_norm(block) for block in self._blocks(difference)]
+        lengths = [norm(block).to(block.dtype) for block in self._blocks(difference)]
         units = zip(self._blocks(difference), lengths, strict=True)
         return torch.cat([block / torch.where(length > 0, length, 1.0) for block, length in units])
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cost_mtl.gradients import cosines, gramian, norms
+from cost_mtl.reductions import dot, row_norms
 
 MARGIN = 0.03
 """Smallest cosine with the mean gradient that the conflict objective aims for. Little, since the harm a move does to
@@ -222,13 +223,13 @@ def project_out(J: Tensor, u: Tensor, metric: Tensor | None = None) -> Tensor:
 
 def restore_step(J: Tensor, residual: Tensor | None, u: Tensor | None, metric: Tensor | None = None) -> Tensor:
     """Least-norm step in the metric P^-1 with J s = -residual, on top of the projection of u (either may be None)."""
-    lengths = torch.linalg.vector_norm(J, dim=1, keepdim=True)
+    lengths = row_norms(J)
     unit = J / torch.where(lengths > 0, lengths, 1.0)
     weighted = unit if metric is None else unit * metric
     S = gramian(unit if metric is None else unit * metric.sqrt(), dtype=torch.float64)
     rhs = torch.zeros(len(J), dtype=torch.float64, device=J.device)
     if u is not None:
-        rhs += (weighted @ u).double()
+        rhs += torch.stack([dot(row, u) for row in weighted]).double()
     if residual is not None:
         rhs += torch.where(lengths[:, 0] > 0, residual / lengths[:, 0].double().clamp_min(1e-300), 0.0)
     y = _pinv_solve(S, rhs).to(J.dtype)

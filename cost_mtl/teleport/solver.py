@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
+from cost_mtl import reductions
 from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.space import Space
@@ -92,9 +92,10 @@ def heldout_batch(problem: TeleportProblem, used: Sequence[int]) -> int | None:
 
 
 def norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+    """Euclidean length, in float64."""
+    return float(reductions.norm(x, exact=True))
 
 
 def theta_norm(problem: TeleportProblem) -> float:
     """||theta|| of the shared parameters where the model stands."""
-    return norm(torch.cat([p.detach().reshape(-1).float() for p in problem.params]))
+    return float(reductions.norm(list(problem.params), exact=True))

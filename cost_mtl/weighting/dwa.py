@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from cost_mtl.arguments import at_least
 from cost_mtl.base import State, Weighed, WeightingInputs
+from cost_mtl.weighting._state import numbers_by_task, refuse_state, same_keys, vector
 
 __all__ = ["DWA"]
+
+_MEANS = ("total", "last", "before_last")
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,29 @@ class DWA:
     def initial_state(self, num_tasks: int) -> State:
         return {"epoch": 0, "total": {}, "count": {}, "last": {}, "before_last": {}}
 
+    def read_state(self, state: Any, known: Sequence[str]) -> State:
+        """A state from a checkpoint, in today's form: before it went by task name it had one tensor [K] a field, or
+        None, and one count.
+
+        Raises:
+            ValueError: a field is not what it should be.
+        """
+        same_keys(state, ("epoch", "total", "count", "last", "before_last"))
+        numbers_by_task("epoch", {"": state["epoch"]}, [""], counts=True)
+        if type(state["count"]) is int:
+            split = {key: _split(vector(key, state[key], len(known), or_none=True), known) for key in _MEANS}
+            counts = dict.fromkeys(split["total"], state["count"])
+            state = {"epoch": state["epoch"], "count": counts} | split
+        for key in _MEANS:
+            numbers_by_task(key, state[key], known)
+        numbers_by_task("count", state["count"], known, counts=True)
+        if set(state["count"]) != set(state["total"]):
+            refuse_state("count", f"the tasks of the total, {list(state['total'])}", state["count"])
+        return dict(state)
+
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
         """Weights [K] from the losses of the epochs before; the current ones are added to the state."""
         losses = dict(zip(inputs.names, inputs.losses.detach().double().tolist(), strict=True))
-        state = _by_task(state, inputs.known)
         epoch, total, count = inputs.step // self.steps_per_epoch, dict(state["total"]), dict(state["count"])
         last, before_last = state["last"], state["before_last"]
         if epoch != state["epoch"] and count:
@@ -71,15 +93,5 @@ def _ratio(last: Mapping[str, float], before_last: Mapping[str, float], name: st
     return last[name] / before if before != 0 and name in last else 1.0
 
 
-def _by_task(state: State, known: Sequence[str]) -> State:
-    """The state by task; that of a checkpoint from before it went by name had one tensor [K] a field, or None."""
-    if isinstance(state["total"], dict):
-        return state
-
-    def split(values: Tensor | None) -> dict[str, float]:
-        return {} if values is None else dict(zip(known, values.tolist(), strict=False))
-
-    total = split(state["total"])
-    counts = dict.fromkeys(total, state["count"])
-    return {"epoch": state["epoch"], "total": total, "count": counts, "last": split(state["last"]),
-            "before_last": split(state["before_last"])}  # fmt: skip
+def _split(values: Tensor | None, known: Sequence[str]) -> dict[str, float]:
+    return {} if values is None else dict(zip(known, values.tolist(), strict=True))

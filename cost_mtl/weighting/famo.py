@@ -12,10 +12,14 @@ from torch import Tensor
 
 from cost_mtl.base import State, Weighed, WeightingInputs
 from cost_mtl.weighting._checks import check_positive
+from cost_mtl.weighting._state import numbers_by_task, refuse_state, same_keys, vector
 
 __all__ = ["FAMO"]
 
 _BETAS = (0.9, 0.999)
+_FORMERLY = {"logit": "logits", "mean": "mean", "square": "square"}
+"""A task's numbers, and what the tensors of them were called in checkpoints of before."""
+
 _ADAM_EPSILON = 1e-8
 
 
@@ -67,6 +71,36 @@ class FAMO:
     def initial_state(self, num_tasks: int) -> State:
         return {"tasks": {}, "names": [], "losses": None, "after": None}
 
+    def read_state(self, state: Any, known: Sequence[str]) -> State:
+        """A state from a checkpoint, in today's form: before it went by task name it had one tensor [K] a field.
+
+        Raises:
+            ValueError: a field is not what it should be.
+        """
+        if type(state) is dict and "logits" in state:
+            same_keys(state, ("logits", "mean", "square", "steps", "losses"))
+            columns = {new: vector(old, state[old], len(known)) for new, old in _FORMERLY.items()}
+            steps = numbers_by_task("steps", dict.fromkeys(known, state["steps"]), known, counts=True)
+            rows = {name: {key: float(column[i]) for key, column in columns.items() if column is not None}
+                    for i, name in enumerate(known)}  # fmt: skip
+            tasks = {name: row | {"steps": steps[name]} for name, row in rows.items()}
+            return {"tasks": tasks, "names": [], "losses": None, "after": None}
+        same_keys(state, ("tasks", "names", "losses", "after"))
+        tasks, names = state["tasks"], state["names"]
+        if type(tasks) is not dict or any(
+            type(t) is not dict or set(t) != {*_FORMERLY, "steps"} for t in tasks.values()
+        ):
+            refuse_state("tasks", f"task name -> {[*_FORMERLY, 'steps']}", tasks)
+        for key in _FORMERLY:
+            numbers_by_task(f"tasks: {key}", {name: task[key] for name, task in tasks.items()}, known)
+        numbers_by_task("tasks: steps", {name: task["steps"] for name, task in tasks.items()}, known, counts=True)
+        if type(names) is not list or not set(map(str, names)) <= set(tasks):
+            refuse_state("names", f"tasks among {list(tasks)}", names)
+        vector("losses", state["losses"], len(names), or_none=True)
+        if state["after"] is not None and not isinstance(state["after"], Tensor):  # it may be infinite
+            refuse_state("after", f"{len(names)} numbers in a tensor or None", state["after"])
+        return dict(state)
+
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
         """Weights [K], sum 1, from the losses and the logits, which first take the step that the last update asks for.
 
@@ -76,7 +110,7 @@ class FAMO:
         """
         bounds = self._bounds(inputs)
         gap = self._gap(inputs.losses, inputs.names, bounds, "")
-        tasks = self._moved(_by_task(state, inputs.known), state, bounds)
+        tasks = self._moved(dict(state["tasks"]), state, bounds)
         for name in inputs.names:
             tasks.setdefault(name, {"logit": 0.0, "mean": 0.0, "square": 0.0, "steps": 0})
         logits = torch.tensor([tasks[name]["logit"] for name in inputs.names], dtype=torch.float64, device="cpu")
@@ -132,14 +166,3 @@ class FAMO:
         gap = losses.detach().to("cpu", torch.float64) - bound
         check_positive(gap, names, "FAMO", "takes the logarithm of the losses minus their bounds", when)
         return gap + self.epsilon
-
-
-def _by_task(state: State, known: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The tasks' part of the state; that of a checkpoint from before it went by name was one tensor [K] a field."""
-    if "logits" not in state:
-        return dict(state["tasks"])
-    rows = zip(*(state[key].tolist() for key in ("logits", "mean", "square")), strict=True)
-    return {
-        name: {"logit": x, "mean": m, "square": s, "steps": state["steps"]}
-        for name, (x, m, s) in zip(known, rows, strict=False)
-    }

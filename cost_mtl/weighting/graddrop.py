@@ -56,8 +56,9 @@ def drop_signs(G: Tensor, uniform: Tensor, leak: float = 0.0) -> Tensor:
     """The direction [m] from G [K, m] and numbers [m] in [0, 1). Row by row: memory O(m), not O(K m)."""
     total, absolute = torch.zeros_like(G[0]), torch.zeros_like(G[0])
     for g in G:
-        total += g
-        absolute += g.abs()
+        part = g / len(G)  # the mean: a sum could overflow, and the quotient be NaN
+        total += part
+        absolute += part.abs()
     purity = (1 + torch.where(absolute > 0, total / absolute, 0.0)) / 2
     keep_positive = purity > uniform.to(purity.dtype)
     direction = torch.zeros_like(total)
