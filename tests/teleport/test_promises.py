@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # plain scrip
 import convection
 
 PROBLEM = convection.Convection(beta=5.0, points=128)
-STEPS = (300, 500, 900)
+STEPS = (300, 900, 1200)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_no_accepted_move_breaks_the_other_promise(moments, name):
         if "must not" in report.reason:
             refused += 1
             assert norm < -rule.min_norm or angle < -rule.min_angle
-    if name == "norm":
+    if name == "norm":  # the one at step 300 does
         assert refused >= 1
     if name in ("dense", "LoRA"):
         assert accepted >= 1
@@ -213,9 +213,9 @@ def test_the_predicted_gain_is_the_derivative_along_the_line(name):
 
 @pytest.mark.parametrize("name", ["dense", "LoRA"])
 def test_a_stiff_problem_costs_few_closure_calls(moments, name):
-    """Up to 48 before the losses' curvature was looked at."""
+    """Halving alone takes up to 48 with dense moves, and 24 with LoRA."""
     reports = [convection.attempt(PROBLEM, model, TELEPORTERS[name])[0] for model in moments]
-    assert max(r.closure_calls for r in reports) <= 24, [r.closure_calls for r in reports]
+    assert max(r.closure_calls for r in reports) <= 22, [r.closure_calls for r in reports]
     assert all(r.drift is None or r.drift <= 0.01 for r in reports if r.accepted)
 
 
