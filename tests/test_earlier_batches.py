@@ -390,7 +390,7 @@ def test_a_saved_memory_is_plain_and_reads_back():
     assert (theirs.names, theirs.fingerprints) == (mine.names, mine.fingerprints) == (("0", "1"), mine.fingerprints)
     assert torch.equal(theirs.batch[0], x)
     packed["memory_of"].append(packed["memory_of"][0])
-    with pytest.raises(ValueError, match="memory_of.*: expected a list of 1"):
+    with pytest.raises(ValueError, match=r"memory_of.*: expected a list of 1"):
         Progress.unpack(packed, "FAMO")
 
 
