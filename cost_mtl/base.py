@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from cost_mtl.arguments import positive
+from cost_mtl._validation import positive
 
 __all__ = [
     "Acceptance",

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cost_mtl import agreement, scaling, trajectory
+from cost_mtl._validation import at_least, one_of, positive
 from cost_mtl.absent import keeping_entries, present_rows, weigh_present
 from cost_mtl.allocator import keep_freed_memory
-from cost_mtl.arguments import at_least, one_of, positive
 from cost_mtl.base import (
     Closure,
     ObservingWeighting,

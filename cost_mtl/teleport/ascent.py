@@ -25,7 +25,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from cost_mtl.arguments import at_least, positive
+from cost_mtl._validation import at_least, positive
 from cost_mtl.base import NoDoubleBackwardError, TeleportProblem
 from cost_mtl.gradients import gramian
 from cost_mtl.reductions import norm

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cost_mtl.arguments import at_least
+from cost_mtl._validation import at_least
 from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.reductions import norm
 from cost_mtl.teleport.ascent import Objective

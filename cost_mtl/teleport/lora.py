@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from cost_mtl.arguments import at_least
+from cost_mtl._validation import at_least
 from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.adapters import adapters, refused_layers, unfit_layers
 from cost_mtl.teleport.ascent import Objective

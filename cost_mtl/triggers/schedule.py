@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_mtl.arguments import at_least
+from cost_mtl._validation import at_least
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cost_mtl.arguments import one_of, positive
+from cost_mtl._validation import one_of, positive
 from cost_mtl.base import DETERMINED, Solution, SolverReport
 from cost_mtl.weighting._checks import as_tensor, host_matrix
 from cost_mtl.weighting._matrix import EPS, Array, add_diagonal

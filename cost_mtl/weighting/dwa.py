@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cost_mtl.arguments import at_least
+from cost_mtl._validation import at_least
 from cost_mtl.base import State, Weighed, WeightingInputs
 from cost_mtl.weighting._state import numbers_by_task, refuse_state, same_keys, vector
 

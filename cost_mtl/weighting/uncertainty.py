@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from cost_mtl.arguments import at_least
+from cost_mtl._validation import at_least
 from cost_mtl.base import State, Weighed, WeightingInputs
 from cost_mtl.weighting._checks import check_positive
 
