@@ -14,11 +14,11 @@ from torch.nn.modules.module import _global_forward_pre_hooks, register_module_f
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from cost_mtl._torch.dtensor import is_sharded
+from cost_mtl._torch.param_groups import held_by
+from cost_mtl._torch.undo import undoing
 from cost_mtl.losses import TaskLosses, no_graph
 from cost_mtl.parallel import broadcast_, data_parallel, group_for, union
-from cost_mtl.parameters import held_by
-from cost_mtl.sharding import is_sharded
-from cost_mtl.undo import undoing
 
 
 def meet_(base: Optimizer, model: nn.Module, process_group: Any, *, first: bool) -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cost_mtl._torch.autocast import Autocast
+from cost_mtl._torch.dtensor import is_sharded, like, local, pieces_group
+from cost_mtl._torch.frameworks import refuse_accumulation
 from cost_mtl.agreement import agree_on_tasks, communicates, refusing_foreign_wrappers
-from cost_mtl.frameworks import refuse_accumulation
 from cost_mtl.gradients import Layout, TaskGradients, collect, combined_backward
 from cost_mtl.losses import (
     TaskLosses,
@@ -22,8 +24,6 @@ from cost_mtl.losses import (
 )
 from cost_mtl.parallel import mean_, mean_own_, union, without_reducer
 from cost_mtl.parameters import Trainable, warn_about_others
-from cost_mtl.precision import Autocast
-from cost_mtl.sharding import is_sharded, like, local, pieces_group
 from cost_mtl.shares import Share, scatter_mean_
 
 

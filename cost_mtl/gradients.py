@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from cost_mtl._torch.dtensor import is_sharded, local, pieces_group
+from cost_mtl._torch.undo import all_or_nothing, undoing
 from cost_mtl.base import Losses
 from cost_mtl.losses import TaskLosses, backward, split_losses
-from cost_mtl.sharding import is_sharded, local, pieces_group
-from cost_mtl.undo import all_or_nothing, undoing
 
 CHUNK = 1024
 """Columns per partial product of a Gramian. One float32 product over millions of columns is off by 0.3 to 0.7 % on CPU;

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from cost_mtl.frameworks import advice
-from cost_mtl.precision import no_autocast
+from cost_mtl._torch.autocast import no_autocast
+from cost_mtl._torch.frameworks import advice
 
 EXPECTED = (
     "expected the closure to return K losses with their graph: a tensor [K], a sequence of scalar tensors, "

@@ -12,10 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cost_mtl import agreement, scaling, trajectory
+from cost_mtl import agreement, trajectory
+from cost_mtl._torch import grad_scaler as scaling
+from cost_mtl._torch.compile import as_it_is, keep_saved_tensors
+from cost_mtl._torch.dtensor import NO_TELEPORTS, is_sharded, local, reshard
+from cost_mtl._torch.malloc import keep_freed_memory
+from cost_mtl._torch.param_groups import all_trainable, held_by
+from cost_mtl._torch.rng import Moment
+from cost_mtl._torch.undo import all_or_nothing, go_back, keep, undo_on_failure, undoing, uninterrupted
 from cost_mtl._validation import at_least, one_of, positive
 from cost_mtl.absent import keeping_entries, present_rows, weigh_present
-from cost_mtl.allocator import keep_freed_memory
 from cost_mtl.base import (
     Closure,
     ObservingWeighting,
@@ -27,7 +33,6 @@ from cost_mtl.base import (
     WeightingInputs,
 )
 from cost_mtl.checkpoint import Progress, detached, name_of
-from cost_mtl.compiled import as_it_is, keep_saved_tensors
 from cost_mtl.evaluation import (
     Evaluation,
     Reused,
@@ -44,10 +49,8 @@ from cost_mtl.parallel import group_for
 from cost_mtl.parameters import (
     Shared,
     Trainable,
-    all_trainable,
     few,
     grads_aside,
-    held_by,
     resolve_shared,
     warn_about_left_out,
     warn_about_length,
@@ -59,15 +62,12 @@ from cost_mtl.parameters import (
 from cost_mtl.reach import Reach, complaint_of_overflow, fit_one_pass, overflowing
 from cost_mtl.reductions import LEAST, MOST
 from cost_mtl.remembered import remember
-from cost_mtl.sharding import NO_TELEPORTS, is_sharded, local, reshard
 from cost_mtl.state_checks import Frame
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
-from cost_mtl.teleport.replay import Moment
 from cost_mtl.teleport.site import Site, moment_of
 from cost_mtl.trajectory import HTR
 from cost_mtl.triggers import DominatedConflict, TeleportSchedule
-from cost_mtl.undo import all_or_nothing, go_back, keep, undo_on_failure, undoing, uninterrupted
 from cost_mtl.update import (
     HostRead,
     bad_tasks,

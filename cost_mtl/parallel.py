@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cost_mtl.sharding import is_sharded
-from cost_mtl.undo import undoing
+from cost_mtl._torch.dtensor import is_sharded
+from cost_mtl._torch.undo import undoing
 
 BUCKET = 1 << 23
 """Elements per all-reduce: 32 MiB of float32, DDP's order of magnitude, so that a backend's scratch stays small."""

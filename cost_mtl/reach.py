@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cost_mtl._torch.dtensor import local
 from cost_mtl.evaluation import Evaluation
 from cost_mtl.parallel import union
 from cost_mtl.parameters import names_of
-from cost_mtl.sharding import local
 from cost_mtl.update import HostRead
 
 ROOM = 0.5

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cost_mtl.parameters import held_by
-from cost_mtl.sharding import local
+from cost_mtl._torch.dtensor import local
+from cost_mtl._torch.param_groups import held_by
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 

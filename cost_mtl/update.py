@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cost_mtl._torch.dtensor import like, local, sum_pieces_
 from cost_mtl.base import DETERMINED, SolverReport
 from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients import Layout, TaskGradients, combine, exact_gramian, gramian, gramian_noise
 from cost_mtl.parallel import broadcast_, union
 from cost_mtl.reductions import norm
-from cost_mtl.sharding import like, local, sum_pieces_
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import _global_forward_pre_hooks
 
 import cost_mtl
-from cost_mtl import undo
+from cost_mtl._torch import undo
 from tests.nets import MultiHead, data, losses
 from tests.resuming import EASY, Run, as_bytes
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cost_mtl._torch.rng import RandomStreams
+from cost_mtl._torch.undo import undoing
 from cost_mtl.base import TeleportProblem
 from cost_mtl.gradients import Layout
 from cost_mtl.reductions import row_norms
 from cost_mtl.teleport.layers import Layer
-from cost_mtl.teleport.replay import RandomStreams
-from cost_mtl.undo import undoing
 
 ADAPTER = "teleport"
 IDENTITY_TOLERANCE = 1e-3

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cost_mtl._torch.undo import undo_on_failure, undoing
 from cost_mtl.base import Acceptance, Move, Teleporter, TeleportProblem, TeleportReport
 from cost_mtl.checkpoint import Progress
 from cost_mtl.evaluation import Evaluation
@@ -23,7 +24,6 @@ from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
 from cost_mtl.teleport.snapshot import Structure
 from cost_mtl.teleport.solver import heldout_batch
-from cost_mtl.undo import undo_on_failure, undoing
 
 REPEATABLE = 1e-3
 """Largest relative difference of a loss between two evaluations at one theta under the same random streams."""

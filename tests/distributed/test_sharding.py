@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import cost_mtl
 from cost_mtl import COST
-from cost_mtl.sharding import pieces_group
+from cost_mtl._torch.dtensor import pieces_group
 from tests.distributed.harness import assert_in_step, joined, refused, share, spawn
 from tests.nets import flat, losses, mlp
 

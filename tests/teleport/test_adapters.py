@@ -6,12 +6,12 @@ from torch import nn
 
 import cost_mtl
 from cost_mtl import Acceptance, LoRATeleporter
+from cost_mtl._torch.rng import Moment
 from cost_mtl.agreement import Fate
 from cost_mtl.gradients import Layout, gramian
 from cost_mtl.teleport.adapters import adapters
 from cost_mtl.teleport.layers import shared_layers
 from cost_mtl.teleport.problem import Problem
-from cost_mtl.teleport.replay import Moment
 from tests.nets import MultiHead, convnet, data, losses, mlp
 
 LOOSE = Acceptance(tolerance=0.5, tolerance_heldout=0.5, min_angle=-1.0, min_norm=-1.0)

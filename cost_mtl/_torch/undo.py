@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from cost_mtl.precision import Modes
+from cost_mtl._torch.autocast import Modes
 
 P = ParamSpec("P")
 T = TypeVar("T")

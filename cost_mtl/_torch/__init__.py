@@ -1,0 +1,1 @@
+"""Adaptations to torch: what has nothing to do with several tasks."""
