@@ -29,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import cost_mtl
-from cost_mtl.base import TeleportProblem
+from cost_mtl.teleport.base import TeleportProblem
 
 COMPARED = ("cost", "placebo", "no-move", "constraints", "norm", "dense")
 SEEDS = (3000, 3001, 3002, 3003)

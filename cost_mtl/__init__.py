@@ -2,16 +2,7 @@
 
 from cost_mtl import merging
 from cost_mtl._version import __version__
-from cost_mtl.base import (
-    Acceptance,
-    Move,
-    SolverReport,
-    StepReport,
-    Teleporter,
-    TeleportReport,
-    Trigger,
-    Weighting,
-)
+from cost_mtl.base import SolverReport, StepReport, Trigger, Weighting
 from cost_mtl.gradients import combine, cosines, gramian, task_gradients
 from cost_mtl.optimizer import COST
 from cost_mtl.teleport import (
@@ -23,6 +14,7 @@ from cost_mtl.teleport import (
     Penalty,
     UnrepeatableClosureError,
 )
+from cost_mtl.teleport.base import Acceptance, Move, Teleporter, TeleportReport
 from cost_mtl.trajectory import reuse_trajectory_
 from cost_mtl.triggers import ConflictShare, DominatedConflict, TeleportSchedule, WeakConflict
 from cost_mtl.weighting import (

@@ -22,16 +22,7 @@ from cost_mtl._torch.rng import Moment
 from cost_mtl._torch.undo import all_or_nothing, go_back, keep, undo_on_failure, undoing, uninterrupted
 from cost_mtl._validation import at_least, one_of, positive
 from cost_mtl.absent import keeping_entries, present_rows, weigh_present
-from cost_mtl.base import (
-    Closure,
-    ObservingWeighting,
-    StepReport,
-    Teleporter,
-    TeleportReport,
-    Trigger,
-    Weighed,
-    WeightingInputs,
-)
+from cost_mtl.base import Closure, ObservingWeighting, StepReport, Trigger, Weighed, WeightingInputs
 from cost_mtl.checkpoint import Progress, detached, name_of
 from cost_mtl.evaluation import (
     Evaluation,
@@ -63,6 +54,7 @@ from cost_mtl.reach import Reach, complaint_of_overflow, fit_one_pass, overflowi
 from cost_mtl.reductions import LEAST, MOST
 from cost_mtl.remembered import remember
 from cost_mtl.state_checks import Frame
+from cost_mtl.teleport.base import Teleporter, TeleportReport
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
 from cost_mtl.teleport.site import Site, moment_of

@@ -16,7 +16,8 @@ from typing import Any
 
 import cost_mtl
 import cost_mtl.merging
-from cost_mtl.base import Teleporter, Trigger, Weighting
+from cost_mtl.base import Trigger, Weighting
+from cost_mtl.teleport.base import Teleporter
 
 PAGE = Path(__file__).with_name("api.md")
 GROUPS = ("optimizer", "weighting", "triggers", "teleport", "gradients", "trajectory", "base")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cost_mtl.agreement import lacks_memory
-from cost_mtl.base import NoDoubleBackwardError
 from cost_mtl.losses import TaskLosses
+from cost_mtl.teleport.base import NoDoubleBackwardError
 
 
 def curvature(

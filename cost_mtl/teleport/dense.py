@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cost_mtl._torch.undo import undoing
-from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.gradients import Layout
 from cost_mtl.teleport.ascent import Objective
+from cost_mtl.teleport.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.level_set import LevelSet
 from cost_mtl.teleport.settings import check_settings, objectives
 from cost_mtl.teleport.solver import Solver, propose

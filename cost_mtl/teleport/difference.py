@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cost_mtl._validation import at_least
-from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.reductions import norm
 from cost_mtl.teleport.ascent import Objective
+from cost_mtl.teleport.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.dense import DenseSpace
 from cost_mtl.teleport.level_set import LevelSet
 from cost_mtl.teleport.settings import check_settings, objectives

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from cost_mtl.agreement import Fate
-from cost_mtl.base import RemembersIterates, Teleporter, TeleportReport, Trigger
+from cost_mtl.base import Trigger
 from cost_mtl.checkpoint import Progress
 from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients import Layout, combine
 from cost_mtl.remembered import LeftOut
+from cost_mtl.teleport.base import RemembersIterates, Teleporter, TeleportReport
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError, UnusableBatchError
 from cost_mtl.teleport.transaction import Arrival, Outcome, attempt

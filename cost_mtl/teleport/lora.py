@@ -9,9 +9,9 @@ from typing import Any, Literal
 from torch import nn
 
 from cost_mtl._validation import at_least
-from cost_mtl.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.adapters import adapters, refused_layers, unfit_layers
 from cost_mtl.teleport.ascent import Objective
+from cost_mtl.teleport.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.layers import Layer, shared_layers
 from cost_mtl.teleport.level_set import LevelSet
 from cost_mtl.teleport.settings import check_settings, objectives

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cost_mtl.base import Acceptance
 from cost_mtl.teleport.ascent import Objective, named
+from cost_mtl.teleport.base import Acceptance
 from cost_mtl.teleport.solver import Solver
 
 

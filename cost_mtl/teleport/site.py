@@ -17,12 +17,12 @@ from cost_mtl._torch.param_groups import all_trainable, at_rest
 from cost_mtl._torch.rng import Moment
 from cost_mtl._torch.undo import undoing
 from cost_mtl.agreement import Fate, lacks_memory
-from cost_mtl.base import TeleportReport
 from cost_mtl.checkpoint import Progress, beside
 from cost_mtl.evaluation import Evaluation, Thunk, promote
 from cost_mtl.gradients import Layout, gramian
 from cost_mtl.parallel import union
 from cost_mtl.remembered import LeftOut, Remembered
+from cost_mtl.teleport.base import TeleportReport
 from cost_mtl.teleport.driver import REFUSALS, TeleportDriver
 from cost_mtl.teleport.problem import Problem, Tally
 from cost_mtl.teleport.transaction import Arrival, Outcome, broken_off

@@ -1,0 +1,248 @@
+"""What a teleporter is handed and what it returns, what a move has to keep and to gain, and the report of an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from cost_mtl._validation import positive
+
+# ------------------------------------------------------------------------------------------------ teleports
+
+
+class TeleportProblem(Protocol):
+    """What a teleporter may see and do: evaluate the losses where the model stands now, and move it.
+
+    Every evaluation of one batch runs under the same random streams and from the same buffers, so two of them differ
+    only in the parameters; running statistics do not accumulate. With several processes losses and gradients are
+    already the mean over them. Parameters may be moved at will: the transaction that calls the teleporter puts every
+    bit back before it applies the returned move.
+    """
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """The trainable shared parameters, in the order of the columns of G."""
+        ...
+
+    @property
+    def batches(self) -> int:
+        """Number of batches that may be used: 0 is the current one, 1, 2, ... earlier ones, latest first."""
+        ...
+
+    @property
+    def losses(self) -> Tensor:
+        """L [K], float64, at theta on batch 0."""
+        ...
+
+    @property
+    def gradients(self) -> Tensor:
+        """G [K, m] at theta on batch 0."""
+        ...
+
+    @property
+    def gramian(self) -> Tensor:
+        """M [K, K], float64, of G."""
+        ...
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Root of the base optimizer's second moment [m], or None where it has none (SGD, or no step yet)."""
+        ...
+
+    @property
+    def iterates(self) -> Sequence[Tensor]:
+        """Earlier values of the shared parameters [m], latest last, for a :class:`RemembersIterates`."""
+        ...
+
+    @property
+    def generator(self) -> torch.Generator:
+        """CPU generator keyed on (seed, step), the same on every process."""
+        ...
+
+    def evaluate(self, batch: int = 0) -> Tensor:
+        """L [K], float64, detached, on the given batch where the model stands now."""
+        ...
+
+    def reference(self, batch: int) -> Tensor:
+        """L [K], float64, at theta on the given batch; computed once. Ask before anything but ``params`` is moved."""
+        ...
+
+    def known_gradients(self, batch: int) -> tuple[Tensor, Tensor] | None:
+        """L [K] and G [K, m] at theta on the given batch if they are there already, else None. Those of an earlier
+        batch are handed out once, so that nothing of size [K, m] is kept for longer than needed."""
+        ...
+
+    def evaluate_gradients(
+        self, batch: int = 0, *, wrt: Sequence[Tensor] | None = None, tasks: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Losses [K] and gradients [R, n] with respect to ``wrt`` (default: params). Row r is the gradient of the sum
+        of the losses in ``tasks[r]``; by default R = K and row i is task i's."""
+        ...
+
+    def evaluate_curvature(
+        self, directions: Tensor, tasks: Sequence[Sequence[int]], batch: int = 0, *, wrt: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Gradient [n] with respect to ``wrt`` (default: params) of sum_r <directions[r], g_r>, where g_r [m] is the
+        gradient of the sum of the losses in ``tasks[r]`` with respect to the params: the sum of the Hessian-vector
+        products, by double backward.
+
+        Args:
+            directions: [R, m].
+
+        Raises:
+            NoDoubleBackwardError: the closure's graph can't be differentiated twice.
+        """
+        ...
+
+    def at(self, delta: Tensor) -> AbstractContextManager[None]:
+        """Context in which the parameters stand at theta + delta [m]; afterwards they have their bits back."""
+        ...
+
+
+class NoDoubleBackwardError(RuntimeError):
+    """The closure's graph can't be differentiated twice (fused attention, cuDNN RNNs, compiled models)."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a move has to keep and to gain, or it is rejected and everything restored.
+
+    Args:
+        tolerance: largest relative change of any task loss on the batches that the move was fitted on. Default 1 %:
+            below the noise of one batch, above what float32 and the Gauss-Newton corrections leave.
+        tolerance_heldout: the same on a batch that it was not fitted on. Default 5 %: the constraints cover a few
+            batches only, and ordinary steps move held-out losses by about as much.
+        min_angle: least fall of the largest angle between a task gradient and the mean gradient, in radians, for the
+            conflict objective, and largest rise of it for the norm objective. Default 0.03: 0.03 of cosine where the
+            gradients are at right angles.
+        min_norm: least relative rise of the balanced gradient norms, for the norm objective, and largest fall for the
+            conflict objective. Default 5 %. Of a least gain below 0, which every move has, the size is what may be
+            lost.
+        invariance: ``"each"`` (default): every task loss is kept. ``"mean"``: the mean loss alone, whose change is
+            measured relative to the mean of |L_i|; for problems with hardly more parameters than tasks, where no
+            direction keeps every loss. Tasks are then traded against each other.
+    """
+
+    tolerance: float = 0.01
+    tolerance_heldout: float = 0.05
+    min_angle: float = 0.03
+    min_norm: float = 0.05
+    invariance: Literal["each", "mean"] = "each"
+
+    def __post_init__(self) -> None:
+        for name in ("tolerance", "tolerance_heldout"):
+            positive(name, getattr(self, name))
+        if self.invariance not in ("each", "mean"):
+            raise ValueError(f"invariance: expected 'each' or 'mean', got {self.invariance!r}")
+
+
+@dataclass(frozen=True)
+class Move:
+    """A proposed change of the shared parameters, with its diagnostics.
+
+    Attributes:
+        delta: [m], in the order of ``problem.params``, added in each parameter's own dtype.
+        objective: what it was meant to improve, one of ``"conflict"`` (the smallest cosine with the mean gradient),
+            ``"norm"`` (the balanced gradient norms) or ``"none"`` (a placebo: accepted on drift alone).
+        either: an improvement of the other objective will do as well (the objective was chosen for where the model
+            stands, not by the user).
+        otherwise: asked for another move if this one is rejected; None: there is no other.
+        used: the batches that the move was fitted on; the transaction checks the drift on these and on one more.
+        inner_steps: optimisation steps taken inside.
+        skipped_layers: name -> why a layer of the shared part took no part.
+        notes: anything else worth reporting (a fallback taken, say).
+        acceptance: what the move has to keep and to gain.
+        first_order: [m], the part of delta that is proportional to the length of the move, where the rest (corrections)
+            goes with its square: t first_order + t^2 (delta - first_order) is the same move at t of its length. Where
+            the losses are kept and the promise is not, one such is looked at, if it may keep it. None: none is.
+        predicted: with ``first_order``, what the move gains to first order: radians, or a relative rise of the norms.
+    """
+
+    delta: Tensor
+    objective: str
+    either: bool = False
+    used: tuple[int, ...] = (0,)
+    inner_steps: int = 1
+    skipped_layers: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    otherwise: Callable[[TeleportProblem], Move] | None = None
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    first_order: Tensor | None = None
+    predicted: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.objective not in ("conflict", "norm", "none"):
+            raise ValueError(f"objective: expected 'conflict', 'norm' or 'none', got {self.objective!r}")
+
+
+@runtime_checkable
+class Teleporter(Protocol):
+    """Proposes a move. Snapshot, verification, acceptance and restoring are COST's, the same for all teleporters."""
+
+    def propose(self, problem: TeleportProblem, /) -> Move: ...
+
+
+@runtime_checkable
+class RemembersIterates(Protocol):
+    """A teleporter that wants the last ``directions`` values of the shared parameters, ``every`` steps apart."""
+
+    @property
+    def directions(self) -> int: ...
+
+    @property
+    def every(self) -> int: ...
+
+
+# ------------------------------------------------------------------------------------------------ reports
+
+
+@dataclass(frozen=True, eq=False)  # tensors do not compare to a bool
+class TeleportReport:
+    """One attempted teleport.
+
+    Attributes:
+        accepted: whether the parameters were moved. If not, every bit is what it was.
+        reason: one sentence: why it was accepted or rejected.
+        losses_before, losses_after: [K] on the current batch (after: of the last candidate checked).
+        norms_before, norms_after: task gradient norms [K]; ``norms_after`` is None where the candidate's gradients
+            were not computed (its losses had already left the tolerance).
+        cosines_before, cosines_after: cos(g_i, g_0) [K]; likewise.
+        drift: largest relative change of a loss over the batches that the move was fitted on (of the mean loss under
+            ``invariance="mean"``).
+        drift_heldout: the same on a batch that it was not fitted on; None without one.
+        sigma: HTR's blend factor for the coming step (1: history kept); None if rejected.
+        inner_steps: optimisation steps inside the teleporter.
+        closure_calls: evaluations of the closure that the teleport cost.
+        seconds: wall time.
+        skipped_layers: name -> why a shared layer took no part.
+        objective: what the accepted move has improved, or a rejected one was meant to (see :class:`Move`).
+        length: ||delta|| / ||theta|| of the last candidate checked.
+        notes: remarks of the teleporter.
+    """
+
+    accepted: bool
+    reason: str
+    losses_before: Tensor
+    losses_after: Tensor | None
+    norms_before: Tensor
+    norms_after: Tensor | None
+    cosines_before: Tensor
+    cosines_after: Tensor | None
+    drift: float | None
+    drift_heldout: float | None
+    sigma: float | None
+    inner_steps: int
+    closure_calls: int
+    seconds: float
+    skipped_layers: Mapping[str, str]
+    objective: str
+    length: float
+    notes: tuple[str, ...] = ()
