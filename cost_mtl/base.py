@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from cost_mtl.teleport.base import TeleportReport
+if TYPE_CHECKING:  # a report carries another room's
+    from cost_mtl.teleport.base import TeleportReport
 
 Losses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """K scalar losses with their graph: a tensor [K] (or [] for one task), a sequence or a mapping of scalar tensors."""
