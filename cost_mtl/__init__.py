@@ -3,7 +3,8 @@
 from cost_mtl import merging
 from cost_mtl._version import __version__
 from cost_mtl.base import SolverReport, StepReport, Trigger, Weighting
-from cost_mtl.gradients import combine, cosines, gramian, task_gradients
+from cost_mtl.gradients.backward import task_gradients
+from cost_mtl.gradients.gramian import combine, cosines, gramian
 from cost_mtl.optimizer import COST
 from cost_mtl.teleport import (
     DenseTeleporter,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from cost_mtl._torch.dtensor import is_sharded
 from cost_mtl._torch.param_groups import held_by
 from cost_mtl._torch.undo import undoing
-from cost_mtl.losses import TaskLosses, no_graph
+from cost_mtl.gradients.losses import TaskLosses, no_graph
 from cost_mtl.parallel import broadcast_, data_parallel, group_for, union
 
 

@@ -35,7 +35,9 @@ from cost_mtl.evaluation import (
     reached_by_several,
     run,
 )
-from cost_mtl.gradients import Layout, cosines, norms
+from cost_mtl.gradients.gramian import cosines, norms
+from cost_mtl.gradients.layout import Layout
+from cost_mtl.gradients.reductions import LEAST, MOST
 from cost_mtl.parallel import group_for
 from cost_mtl.parameters import (
     Shared,
@@ -51,7 +53,6 @@ from cost_mtl.parameters import (
     warn_about_weighting,
 )
 from cost_mtl.reach import Reach, complaint_of_overflow, fit_one_pass, overflowing
-from cost_mtl.reductions import LEAST, MOST
 from cost_mtl.remembered import remember
 from cost_mtl.state_checks import Frame
 from cost_mtl.teleport.base import Teleporter, TeleportReport

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cost_mtl._torch.undo import undoing
-from cost_mtl.losses import TaskLosses, leaves
+from cost_mtl.gradients.graph import leaves
+from cost_mtl.gradients.losses import TaskLosses
 
 if TYPE_CHECKING:
-    from cost_mtl.gradients import Layout
+    from cost_mtl.gradients.layout import Layout
 from cost_mtl._torch.param_groups import held_by
 
 Shared = nn.Module | Tensor | Iterable[nn.Module | Tensor]

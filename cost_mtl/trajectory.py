@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cost_mtl.reductions import LEAST, MOST, dot, norm, widest
+from cost_mtl.gradients.reductions import LEAST, MOST, dot, norm, widest
 
 HTR = Literal["gradient", "momentum", "paper", "rollback", "keep", "reset"]
 POLICIES: tuple[HTR, ...] = ("gradient", "momentum", "paper", "rollback", "keep", "reset")

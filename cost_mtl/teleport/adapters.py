@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from cost_mtl._torch.rng import RandomStreams
 from cost_mtl._torch.undo import undoing
-from cost_mtl.gradients import Layout
-from cost_mtl.reductions import row_norms
+from cost_mtl.gradients.layout import Layout
+from cost_mtl.gradients.reductions import row_norms
 from cost_mtl.teleport.base import TeleportProblem
 from cost_mtl.teleport.layers import Layer
 

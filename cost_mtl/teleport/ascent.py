@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from cost_mtl._validation import at_least, positive
-from cost_mtl.gradients import gramian
-from cost_mtl.reductions import norm
+from cost_mtl.gradients.gramian import gramian
+from cost_mtl.gradients.reductions import norm
 from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.base import NoDoubleBackwardError, TeleportProblem
 from cost_mtl.teleport.space import Space

@@ -1,4 +1,4 @@
-"""What a teleporter is handed and what it returns, what a move has to keep and to gain, and the report of an attempt."""
+"""What a teleporter is handed and returns, what a move has to keep and to gain, and the report of an attempt."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cost_mtl.agreement import lacks_memory
-from cost_mtl.losses import TaskLosses
+from cost_mtl.gradients.losses import TaskLosses
 from cost_mtl.teleport.base import NoDoubleBackwardError
 
 

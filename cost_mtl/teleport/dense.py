@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cost_mtl._torch.undo import undoing
-from cost_mtl.gradients import Layout
+from cost_mtl.gradients.layout import Layout
 from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.level_set import LevelSet

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cost_mtl._validation import at_least
-from cost_mtl.reductions import norm
+from cost_mtl.gradients.reductions import norm
 from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.dense import DenseSpace

@@ -15,7 +15,8 @@ from cost_mtl.agreement import Fate
 from cost_mtl.base import Trigger
 from cost_mtl.checkpoint import Progress
 from cost_mtl.evaluation import Evaluation
-from cost_mtl.gradients import Layout, combine
+from cost_mtl.gradients.gramian import combine
+from cost_mtl.gradients.layout import Layout
 from cost_mtl.remembered import LeftOut
 from cost_mtl.teleport.base import RemembersIterates, Teleporter, TeleportReport
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from cost_mtl.gradients import cosines, gramian, norms
-from cost_mtl.reductions import dot, row_norms
+from cost_mtl.gradients.gramian import cosines, gramian, norms
+from cost_mtl.gradients.reductions import dot, row_norms
 
 MARGIN = 0.03
 """Smallest cosine with the mean gradient that the conflict objective aims for. Little, since the harm a move does to

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from cost_mtl import reductions
+from cost_mtl.gradients import reductions
 from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.base import Acceptance, Move, TeleportProblem
 from cost_mtl.teleport.space import Space

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cost_mtl.gradients import cosines, norms
+from cost_mtl.gradients.gramian import cosines, norms
 
 
 def conflicts_with_mean(gramian: Tensor) -> Tensor:

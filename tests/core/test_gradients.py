@@ -3,8 +3,10 @@ import torch
 from torch import nn
 
 import cost_mtl
-from cost_mtl.gradients import Layout, collect, cosines, exact_gramian
-from cost_mtl.losses import split_losses
+from cost_mtl.gradients.backward import collect
+from cost_mtl.gradients.gramian import cosines, exact_gramian
+from cost_mtl.gradients.layout import Layout
+from cost_mtl.gradients.losses import split_losses
 from tests.nets import closure, data, losses, mlp, reference_gradients
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import cost_mtl
-from cost_mtl.losses import split_losses
+from cost_mtl.gradients.losses import split_losses
 from tests.nets import data, losses, mlp
 
 

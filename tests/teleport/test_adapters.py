@@ -8,7 +8,8 @@ import cost_mtl
 from cost_mtl import Acceptance, LoRATeleporter
 from cost_mtl._torch.rng import Moment
 from cost_mtl.agreement import Fate
-from cost_mtl.gradients import Layout, gramian
+from cost_mtl.gradients.gramian import gramian
+from cost_mtl.gradients.layout import Layout
 from cost_mtl.teleport.adapters import adapters
 from cost_mtl.teleport.layers import shared_layers
 from cost_mtl.teleport.problem import Problem

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cost_mtl.agreement import lacks_memory
-from cost_mtl.losses import split_losses
+from cost_mtl.gradients.losses import split_losses
 from cost_mtl.teleport.base import NoDoubleBackwardError
 from cost_mtl.teleport.curvature import curvature
 

@@ -8,7 +8,7 @@ import torch
 
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, LevelSet, LoRATeleporter, Move
-from cost_mtl.gradients import gramian
+from cost_mtl.gradients.gramian import gramian
 from cost_mtl.teleport import objective as ob
 from tests.nets import conflicting, data, losses, mlp
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from cost_mtl._torch.autocast import no_autocast
 from cost_mtl._torch.frameworks import advice
 
 EXPECTED = (
@@ -145,80 +143,3 @@ def _unstack(losses: Tensor) -> list[GradientEdge | None] | None:
     if node is None or node.name() != "StackBackward0" or len(node.next_functions) != losses.numel():
         return None
     return [None if below is None else GradientEdge(below, nr) for below, nr in node.next_functions]
-
-
-def warn_about_constants(tasks: TaskLosses) -> None:
-    """Say that a value without a graph counts as a task: a metric among the losses, probably. A task without labels,
-    given as a constant zero, is no mistake."""
-    for name, root, value in zip(tasks.names, tasks.roots, tasks.values.tolist(), strict=True):
-        if root is None and value != 0:
-            warnings.warn(
-                f"closure: task {name!r} has no graph (requires_grad is False): nothing is learned from it, but it "
-                "counts as a task. A metric? Leave it out of what the closure returns",
-                stacklevel=8,
-            )
-
-
-def refuse_reentrant_checkpoints(roots: Sequence[Tensor | GradientEdge | None]) -> None:
-    """Reentrant activation checkpointing hides its parameters from the graph, so that a backward pass to chosen
-    parameters gives them no gradient, without a word.
-
-    Raises:
-        RuntimeError: the graph has such a node.
-    """
-    if any(node.name() == "CheckpointFunctionBackward" for node in _graph(roots)):
-        raise RuntimeError(
-            "the model uses reentrant activation checkpointing, under which parameters get no task gradients: "
-            "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-        )
-
-
-def other_parameters(roots: Sequence[Tensor | GradientEdge | None], known: Iterable[Tensor]) -> list[nn.Parameter]:
-    """Parameters that the losses reach beside the known ones."""
-    ids = {id(p) for p in known}
-    return [leaf for k, leaf in leaves(roots).items() if k not in ids and isinstance(leaf, nn.Parameter)]
-
-
-def leaves(roots: Sequence[Tensor | GradientEdge | None]) -> dict[int, Tensor]:
-    """The tensors that a backward pass from the roots ends at, by id."""
-    found = (getattr(node, "variable", None) for node in _graph(roots))
-    direct = (root for root in roots if isinstance(root, Tensor) and root.is_leaf)
-    return {id(leaf): leaf for leaf in (*direct, *found) if leaf is not None}
-
-
-def _graph(roots: Sequence[Tensor | GradientEdge | None]) -> Iterator[Node]:
-    """Every node of the graph."""
-    nodes = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots if root is not None]
-    seen: set[Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        nodes.extend(below for below, _ in node.next_functions)
-
-
-def backward(
-    roots: Sequence[Tensor | GradientEdge],
-    seeds: Sequence[Tensor],
-    *,
-    inputs: Sequence[Tensor] | None,
-    retain_graph: bool,
-) -> None:
-    """One backward pass from several roots; ``seeds[i]`` [] is the factor of ``roots[i]``.
-
-    Raises:
-        RuntimeError: what the graph had saved is gone.
-    """
-    try:
-        with no_autocast():
-            torch.autograd.backward(list(roots), list(seeds), retain_graph=retain_graph, inputs=inputs)  # type: ignore[arg-type]
-    except RuntimeError as error:
-        if "second time" not in str(error):
-            raise
-        raise RuntimeError(
-            "closure: the graph of its losses was freed before COST's backward passes. Does it call backward() itself, "
-            "or return losses that are computed outside of it? It should compute the K losses, each time it is called, "
-            "and return them; step makes the backward passes"
-        ) from error

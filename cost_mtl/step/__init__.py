@@ -1,0 +1,1 @@
+"""The parts of one step of :class:`cost_mtl.COST`."""
