@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from cost_mtl._torch.autocast import Autocast
 from cost_mtl._torch.dtensor import is_sharded, like, local, pieces_group
 from cost_mtl._torch.frameworks import refuse_accumulation
-from cost_mtl.agreement import agree_on_tasks, communicates, refusing_foreign_wrappers
+from cost_mtl.distributed.collectives import mean_, mean_own_, union
+from cost_mtl.distributed.consistency import agree_on_tasks, communicates, refusing_foreign_wrappers
+from cost_mtl.distributed.group import without_reducer
+from cost_mtl.distributed.shares import Share, scatter_mean_
 from cost_mtl.gradients.backward import TaskGradients, collect, combined_backward
 from cost_mtl.gradients.graph import other_parameters, refuse_reentrant_checkpoints
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.gradients.losses import TaskLosses, split_losses
-from cost_mtl.parallel import mean_, mean_own_, union, without_reducer
 from cost_mtl.parameters import Trainable, warn_about_others
-from cost_mtl.shares import Share, scatter_mean_
 from cost_mtl.step.warnings import warn_about_constants
 
 

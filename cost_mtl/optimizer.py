@@ -24,6 +24,7 @@ from cost_mtl._validation import at_least, one_of, positive
 from cost_mtl.absent import keeping_entries, present_rows, weigh_present
 from cost_mtl.base import Closure, ObservingWeighting, StepReport, Trigger, Weighed, WeightingInputs
 from cost_mtl.checkpoint import Progress, detached, name_of
+from cost_mtl.distributed.group import group_for
 from cost_mtl.evaluation import (
     Evaluation,
     Reused,
@@ -38,7 +39,6 @@ from cost_mtl.evaluation import (
 from cost_mtl.gradients.gramian import cosines, norms
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.gradients.reductions import LEAST, MOST
-from cost_mtl.parallel import group_for
 from cost_mtl.parameters import (
     Shared,
     Trainable,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from cost_mtl._torch.dtensor import local
+from cost_mtl.distributed.collectives import union
 from cost_mtl.evaluation import Evaluation
-from cost_mtl.parallel import union
 from cost_mtl.parameters import names_of
 from cost_mtl.update import HostRead
 

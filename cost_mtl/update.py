@@ -12,12 +12,12 @@ from torch import Tensor
 
 from cost_mtl._torch.dtensor import like, local, sum_pieces_
 from cost_mtl.base import DETERMINED, SolverReport
+from cost_mtl.distributed.collectives import broadcast_, union
 from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients.backward import TaskGradients
 from cost_mtl.gradients.gramian import combine, exact_gramian, gramian, gramian_noise
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.gradients.reductions import norm
-from cost_mtl.parallel import broadcast_, union
 
 
 @dataclass(frozen=True)

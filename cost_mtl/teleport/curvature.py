@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cost_mtl.agreement import lacks_memory
+from cost_mtl.distributed.failures import lacks_memory
 from cost_mtl.gradients.losses import TaskLosses
 from cost_mtl.teleport.base import NoDoubleBackwardError
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cost_mtl.agreement import Fate
 from cost_mtl.base import Trigger
 from cost_mtl.checkpoint import Progress
+from cost_mtl.distributed.failures import Fate
 from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients.gramian import combine
 from cost_mtl.gradients.layout import Layout

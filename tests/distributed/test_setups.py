@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cost_mtl
 from cost_mtl import COST, DenseTeleporter, TeleportSchedule
-from cost_mtl.agreement import communicates
+from cost_mtl.distributed.consistency import communicates
 from tests.distributed.harness import assert_in_step, joined, parameters, refused, share, spawn
 from tests.nets import convnet, losses, mlp
 from tests.test_distributed import train_a_share

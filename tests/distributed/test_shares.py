@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import cost_mtl
-from cost_mtl import COST, DenseTeleporter, TeleportSchedule, shares
+from cost_mtl import COST, DenseTeleporter, TeleportSchedule
+from cost_mtl.distributed import shares
 from tests.distributed.harness import assert_in_step, joined, parameters, share, spawn
 from tests.nets import losses, mlp
 

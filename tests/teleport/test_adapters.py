@@ -7,7 +7,7 @@ from torch import nn
 import cost_mtl
 from cost_mtl import Acceptance, LoRATeleporter
 from cost_mtl._torch.rng import Moment
-from cost_mtl.agreement import Fate
+from cost_mtl.distributed.failures import Fate
 from cost_mtl.gradients.gramian import gramian
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.teleport.adapters import adapters

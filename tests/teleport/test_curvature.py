@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cost_mtl.agreement import lacks_memory
+from cost_mtl.distributed.failures import lacks_memory
 from cost_mtl.gradients.losses import split_losses
 from cost_mtl.teleport.base import NoDoubleBackwardError
 from cost_mtl.teleport.curvature import curvature

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_mtl.parallel import mean_
+from cost_mtl.distributed.collectives import mean_
 
 # The names until torch 2.12, and since.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)

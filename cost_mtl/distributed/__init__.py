@@ -1,0 +1,1 @@
+"""More than one process: which group, what is sent, and whether the processes agree."""
