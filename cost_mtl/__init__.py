@@ -5,6 +5,7 @@ from cost_mtl._version import __version__
 from cost_mtl.base import SolverReport, StepReport, Trigger, Weighting
 from cost_mtl.gradients.backward import task_gradients
 from cost_mtl.gradients.gramian import combine, cosines, gramian
+from cost_mtl.history import reuse_trajectory_
 from cost_mtl.optimizer import COST
 from cost_mtl.teleport import (
     DenseTeleporter,
@@ -16,7 +17,6 @@ from cost_mtl.teleport import (
     UnrepeatableClosureError,
 )
 from cost_mtl.teleport.base import Acceptance, Move, Teleporter, TeleportReport
-from cost_mtl.trajectory import reuse_trajectory_
 from cost_mtl.triggers import ConflictShare, DominatedConflict, TeleportSchedule, WeakConflict
 from cost_mtl.weighting import (
     DWA,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cost_mtl import agreement, trajectory
+from cost_mtl import agreement
+from cost_mtl import history as trajectory
 from cost_mtl._torch import grad_scaler as scaling
 from cost_mtl._torch.compile import as_it_is, keep_saved_tensors
 from cost_mtl._torch.dtensor import NO_TELEPORTS, is_sharded, local, reshard
@@ -39,6 +40,7 @@ from cost_mtl.evaluation import (
 from cost_mtl.gradients.gramian import cosines, norms
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.gradients.reductions import LEAST, MOST
+from cost_mtl.history import HTR
 from cost_mtl.parameters import (
     Shared,
     Trainable,
@@ -59,7 +61,6 @@ from cost_mtl.teleport.base import Teleporter, TeleportReport
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
 from cost_mtl.teleport.site import Site, moment_of
-from cost_mtl.trajectory import HTR
 from cost_mtl.triggers import DominatedConflict, TeleportSchedule
 from cost_mtl.update import (
     HostRead,
@@ -95,7 +96,7 @@ class COST(OptimizerWrapper):
     9. base.step()
 
     Differences from the paper and its code: a teleport is accepted only if every loss stayed where it was and what it
-    was made for improved; HTR's default compares gradients and spares the second moment (``cost_mtl.trajectory``);
+    was made for improved; HTR's default compares gradients and spares the second moment (``cost_mtl.history``);
     the teleporter moves along the level set of all losses instead of trading them against sharpness.
 
     It is a ``torch.optim.Optimizer``: schedulers, hooks, ``param_groups``, ``add_param_group``, checkpoints, pickling
@@ -116,7 +117,7 @@ class COST(OptimizerWrapper):
         schedule: when teleports are allowed.
         teleporter: what a teleport does; None: never.
         htr: what the base optimizer keeps of its history after a teleport: ``"gradient"`` (default), ``"keep"``,
-            ``"rollback"``, ``"paper"``, ``"reset"``, ``"momentum"``; see ``cost_mtl.trajectory``. The last three were
+            ``"rollback"``, ``"paper"``, ``"reset"``, ``"momentum"``; see ``cost_mtl.history``. The last three were
             measured to ruin runs with Adam (docs/ablation.md).
         heads: ``"own"`` (default): parameters of one task get their own loss's gradient; ``"weighted"``: times the
             task's weight, as in the official Nash-MTL.

@@ -145,9 +145,9 @@ def test_no_move_without_its_sigma_is_the_plain_run_bit_for_bit(study: Study, mo
 
 def test_no_move_hands_its_sigma_to_htr(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    original = cost_mtl.trajectory.reuse_trajectory_
+    original = cost_mtl.history.reuse_trajectory_
     monkeypatch.setattr(
-        cost_mtl.trajectory, "reuse_trajectory_", lambda *a, **k: (given.append(a[2]), original(*a, **k))[1]
+        cost_mtl.history, "reuse_trajectory_", lambda *a, **k: (given.append(a[2]), original(*a, **k))[1]
     )
     assert train(with_arm("no-move"), study)["tried"] >= len(given) > 0
     assert all(0.0 <= sigma <= 1.0 for sigma in given)

@@ -17,12 +17,12 @@ from cost_mtl.distributed.failures import Fate
 from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients.gramian import combine
 from cost_mtl.gradients.layout import Layout
+from cost_mtl.history import HTR, sigma_for
 from cost_mtl.remembered import LeftOut
 from cost_mtl.teleport.base import RemembersIterates, Teleporter, TeleportReport
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError, UnusableBatchError
 from cost_mtl.teleport.transaction import Arrival, Outcome, attempt
-from cost_mtl.trajectory import HTR, sigma_for
 from cost_mtl.triggers import TeleportSchedule
 
 REFUSALS = (NoAdaptableLayerError, UnrepeatableClosureError)

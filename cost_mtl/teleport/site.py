@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cost_mtl import trajectory
+from cost_mtl import history as trajectory
 from cost_mtl._torch.autocast import no_autocast
 from cost_mtl._torch.dtensor import NO_TELEPORTS
 from cost_mtl._torch.param_groups import all_trainable, at_rest
@@ -22,12 +22,12 @@ from cost_mtl.distributed.failures import Fate, lacks_memory
 from cost_mtl.evaluation import Evaluation, Thunk, promote
 from cost_mtl.gradients.gramian import gramian
 from cost_mtl.gradients.layout import Layout
+from cost_mtl.history import HTR
 from cost_mtl.remembered import LeftOut, Remembered
 from cost_mtl.teleport.base import TeleportReport
 from cost_mtl.teleport.driver import REFUSALS, TeleportDriver
 from cost_mtl.teleport.problem import Problem, Tally
 from cost_mtl.teleport.transaction import Arrival, Outcome, broken_off
-from cost_mtl.trajectory import HTR
 
 
 def moment_of(base: Optimizer, model: nn.Module) -> Moment:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from cost_mtl.trajectory import reuse_trajectory_, rollback_, second_moment_root, sigma_for
+from cost_mtl.history import reuse_trajectory_, rollback_, second_moment_root, sigma_for
 
 BETA1, BETA2, LR, EPS = 0.9, 0.99, 1e-2, 1e-8
 
