@@ -22,31 +22,25 @@ from cost_mtl._torch.param_groups import all_trainable, held_by
 from cost_mtl._torch.rng import Moment
 from cost_mtl._torch.undo import all_or_nothing, go_back, keep, undo_on_failure, undoing, uninterrupted
 from cost_mtl._validation import at_least, one_of, positive
-from cost_mtl.absent import keeping_entries, present_rows, weigh_present
 from cost_mtl.base import Closure, ObservingWeighting, StepReport, Trigger, Weighed, WeightingInputs
-from cost_mtl.checkpoint import Progress, detached, name_of
 from cost_mtl.distributed.group import group_for
-from cost_mtl.evaluation import (
-    Evaluation,
-    Reused,
-    Thunk,
-    bind,
-    mean_losses,
-    measure,
-    promote,
-    reached_by_several,
-    run,
-)
 from cost_mtl.gradients.gramian import cosines, norms
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.gradients.reductions import LEAST, MOST
 from cost_mtl.history import HTR
-from cost_mtl.parameters import (
-    Shared,
-    Trainable,
-    few,
-    grads_aside,
-    resolve_shared,
+from cost_mtl.step.absent import keeping_entries, present_rows, weigh_present
+from cost_mtl.step.closure import Thunk, bind, run
+from cost_mtl.step.combined import Reused
+from cost_mtl.step.evaluate import Evaluation, mean_losses, measure
+from cost_mtl.step.host_read import HostRead, host_read, needs_more_digits, read_exactly
+from cost_mtl.step.memory import remember
+from cost_mtl.step.nonfinite import bad_tasks, complaint, refuse_weights
+from cost_mtl.step.overflow import Reach, complaint_of_overflow, fit_one_pass, overflowing
+from cost_mtl.step.parameters import Shared, Trainable, few, grads_aside, resolve_shared
+from cost_mtl.step.sharing import promote, reached_by_several
+from cost_mtl.step.state import Progress, detached, name_of
+from cost_mtl.step.state_checks import Frame
+from cost_mtl.step.warnings import (
     warn_about_left_out,
     warn_about_length,
     warn_about_nothing_to_weigh,
@@ -54,27 +48,12 @@ from cost_mtl.parameters import (
     warn_about_shared,
     warn_about_weighting,
 )
-from cost_mtl.reach import Reach, complaint_of_overflow, fit_one_pass, overflowing
-from cost_mtl.remembered import remember
-from cost_mtl.state_checks import Frame
+from cost_mtl.step.write_grads import clip_, direction, own_grads, shared_grads
 from cost_mtl.teleport.base import Teleporter, TeleportReport
 from cost_mtl.teleport.driver import TeleportDriver
 from cost_mtl.teleport.lora import LoRATeleporter
 from cost_mtl.teleport.site import Site, moment_of
 from cost_mtl.triggers import DominatedConflict, TeleportSchedule
-from cost_mtl.update import (
-    HostRead,
-    bad_tasks,
-    clip_,
-    complaint,
-    direction,
-    host_read,
-    needs_more_digits,
-    own_grads,
-    read_exactly,
-    refuse_weights,
-    shared_grads,
-)
 from cost_mtl.weighting import FairGrad, resolve
 from cost_mtl.weighting.resolve import goes_by_name, needs_gramian_only
 from cost_mtl.wrapper import OptimizerWrapper

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from cost_mtl._torch.undo import all_or_nothing, keep, undo_on_failure
-from cost_mtl.state_checks import check_base_state
+from cost_mtl.step.state_checks import check_base_state
 
 
 def _as_it_was(base: Optimizer) -> Callable[[], None]:

@@ -9,7 +9,7 @@ import torch
 import cost_mtl
 from cost_mtl import LoRATeleporter
 from cost_mtl import weighting as weightings
-from cost_mtl.checkpoint import Progress, beside, is_plain
+from cost_mtl.step.state import Progress, beside, is_plain
 from tests.nets import convnet, data, flat, losses, mlp
 from tests.resuming import Run, as_bytes, through_a_file
 

@@ -13,8 +13,8 @@ import torch
 
 import cost_mtl
 from cost_mtl import COST, DenseTeleporter, TeleportSchedule
-from cost_mtl.checkpoint import Progress
-from cost_mtl.remembered import fingerprint, without_closures
+from cost_mtl.step.memory import fingerprint, without_closures
+from cost_mtl.step.state import Progress
 from tests.contract import everything
 from tests.distributed.harness import assert_in_step, parameters, spawn
 from tests.nets import conflicting, flat, losses, mlp

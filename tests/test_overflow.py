@@ -11,7 +11,7 @@ import cost_mtl
 from cost_mtl import COST, EqualWeighting, FairGrad, combine, gramian
 from cost_mtl.base import Weighed
 from cost_mtl.gradients.reductions import dot, norm
-from cost_mtl.update import clip_
+from cost_mtl.step.write_grads import clip_
 from tests.contract import everything
 from tests.nets import data, losses, mlp
 

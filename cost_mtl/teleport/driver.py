@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from cost_mtl.base import Trigger
-from cost_mtl.checkpoint import Progress
 from cost_mtl.distributed.failures import Fate
-from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients.gramian import combine
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.history import HTR, sigma_for
-from cost_mtl.remembered import LeftOut
+from cost_mtl.step.evaluate import Evaluation
+from cost_mtl.step.memory import LeftOut
+from cost_mtl.step.state import Progress
 from cost_mtl.teleport.base import RemembersIterates, Teleporter, TeleportReport
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError, UnusableBatchError

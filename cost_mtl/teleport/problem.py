@@ -15,11 +15,12 @@ from cost_mtl._torch.rng import Moment
 from cost_mtl._torch.undo import undoing
 from cost_mtl.distributed.collectives import mean_
 from cost_mtl.distributed.failures import Fate, lacks_memory
-from cost_mtl.evaluation import Evaluation, Thunk, mean_losses, measure, run
 from cost_mtl.gradients.backward import TaskGradients, collect, combined_backward
 from cost_mtl.gradients.gramian import gramian
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.gradients.losses import TaskLosses
+from cost_mtl.step.closure import Thunk, run
+from cost_mtl.step.evaluate import Evaluation, mean_losses, measure
 from cost_mtl.teleport.base import NoDoubleBackwardError
 from cost_mtl.teleport.curvature import curvature
 

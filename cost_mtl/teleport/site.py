@@ -16,14 +16,16 @@ from cost_mtl._torch.dtensor import NO_TELEPORTS
 from cost_mtl._torch.param_groups import all_trainable, at_rest
 from cost_mtl._torch.rng import Moment
 from cost_mtl._torch.undo import undoing
-from cost_mtl.checkpoint import Progress, beside
 from cost_mtl.distributed.collectives import union
 from cost_mtl.distributed.failures import Fate, lacks_memory
-from cost_mtl.evaluation import Evaluation, Thunk, promote
 from cost_mtl.gradients.gramian import gramian
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.history import HTR
-from cost_mtl.remembered import LeftOut, Remembered
+from cost_mtl.step.closure import Thunk
+from cost_mtl.step.evaluate import Evaluation
+from cost_mtl.step.memory import LeftOut, Remembered
+from cost_mtl.step.sharing import promote
+from cost_mtl.step.state import Progress, beside
 from cost_mtl.teleport.base import TeleportReport
 from cost_mtl.teleport.driver import REFUSALS, TeleportDriver
 from cost_mtl.teleport.problem import Problem, Tally

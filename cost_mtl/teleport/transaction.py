@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from cost_mtl._torch.undo import undo_on_failure, undoing
-from cost_mtl.checkpoint import Progress
 from cost_mtl.distributed.collectives import broadcast_
-from cost_mtl.evaluation import Evaluation
 from cost_mtl.gradients.gramian import cosines, gramian, norms
+from cost_mtl.step.evaluate import Evaluation
+from cost_mtl.step.state import Progress
 from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.base import Acceptance, Move, Teleporter, TeleportProblem, TeleportReport
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError

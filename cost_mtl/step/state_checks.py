@@ -77,7 +77,7 @@ def check_progress(state: Mapping[str, Any], frame: Frame | None, *, same_method
         same_method: its weighting's state is of the weighting in ``frame``.
 
     Raises:
-        ValueError: a field is not what :meth:`cost_mtl.checkpoint.Progress.pack` makes of one.
+        ValueError: a field is not what :meth:`cost_mtl.step.state.Progress.pack` makes of one.
     """
     for name in ("step", "skipped", "attempts", "memory_lost"):
         if not _is_count(state[name]):

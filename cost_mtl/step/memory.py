@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from cost_mtl.evaluation import Thunk
+from cost_mtl.step.closure import Thunk
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _EMPTY = object()

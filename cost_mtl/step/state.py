@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from cost_mtl.base import State
-from cost_mtl.remembered import Remembered, without_closures
-from cost_mtl.state_checks import Frame, check_progress, is_plain, refuse
+from cost_mtl.step.memory import Remembered, without_closures
+from cost_mtl.step.state_checks import Frame, check_progress, is_plain, refuse
 
 __all__ = ["VERSION", "Progress", "beside", "detached", "is_plain", "name_of"]
 
@@ -68,7 +68,7 @@ class Progress:
         present: the tasks of the last step, in its order.
         shared: indices of the shared parameters among the model's, where they are found from the graph.
         memory: the last batches, latest last, each with the closure that it was given to. Pickles, copies and
-            checkpoints have no closures (see ``cost_mtl.remembered``).
+            checkpoints have no closures (see ``cost_mtl.step.memory``).
         iterates: earlier values of the shared parameters [m], latest last, for a teleporter that works with them.
     """
 

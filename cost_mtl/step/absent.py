@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cost_mtl.base import StatefulWeighting, Weighed, WeightingInputs
-from cost_mtl.evaluation import Evaluation
-from cost_mtl.update import HostRead
+from cost_mtl.step.evaluate import Evaluation
+from cost_mtl.step.host_read import HostRead
 
 
 def present_rows(now: Evaluation, host: HostRead) -> list[int]:

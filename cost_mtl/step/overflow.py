@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from cost_mtl._torch.dtensor import local
 from cost_mtl.distributed.collectives import union
-from cost_mtl.evaluation import Evaluation
-from cost_mtl.parameters import names_of
-from cost_mtl.update import HostRead
+from cost_mtl.step.evaluate import Evaluation
+from cost_mtl.step.host_read import HostRead
+from cost_mtl.step.parameters import names_of
 
 ROOM = 0.5
 """Share of a dtype's range that a bound may reach: rounding is not a matter then."""

@@ -1,0 +1,83 @@
+"""The one host read of a step: losses and Gramian, for finiteness, trigger and weights together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_mtl._torch.dtensor import sum_pieces_
+from cost_mtl.base import DETERMINED, SolverReport
+from cost_mtl.distributed.collectives import broadcast_
+from cost_mtl.gradients.gramian import exact_gramian, gramian, gramian_noise
+from cost_mtl.step.evaluate import Evaluation
+from cost_mtl.step.nonfinite import norm_of
+
+
+@dataclass(frozen=True)
+class HostRead:
+    """The one host read of a step: loss values [K], M and the size of the other gradients, as float64 on the
+    CPU; how far M's entries may be off, relative to ||g_i|| ||g_j||; and the loss scale (1: none)."""
+
+    losses: Tensor
+    gramian: Tensor
+    own_norm: float
+    noise: float
+    scale: float = 1.0
+
+
+def host_read(now: Evaluation, group: Any = None, scale: Tensor | None = None) -> tuple[Tensor, HostRead]:
+    """M [K, K] in float64, on the device, and what decisions hang on, on the host, in one transfer.
+
+    In a group every process gets the first one's numbers: decisions and weights are then the same to the last bit,
+    whatever the hardware.
+    """
+    G = now.gradients.matrix
+    wide = torch.float32 if G.device.type == "mps" else torch.float64
+    M = _summed(gramian(_mine(now), dtype=wide), now)
+    own = [grad for by_task in now.gradients.own.values() for grad in by_task.values()]
+    K = len(now.losses)
+    size = norm_of(own, M.device).to(M.dtype).reshape(1)
+    sums = sum_pieces_(torch.cat([M.flatten(), size]), now.pieces)
+    factor = torch.ones_like(size) if scale is None else scale.to(M.device, M.dtype).reshape(1)
+    everything = broadcast_(torch.cat([now.losses.to(M.device, M.dtype), factor, sums]), group)
+    M, values = everything[K + 1 : -1].view_as(M).clone(), everything.cpu().double()
+    read = values[K + 1 : -1].view(len(G), len(G))
+    host = HostRead(values[:K], read, float(values[-1]), gramian_noise(G), float(values[K]))
+    diagonal = host.gramian.diagonal()
+    if not math.isfinite(host.own_norm):  # the squares, or the gradients themselves
+        size = norm_of(own, M.device, exact=True).to(M.dtype)
+        host = replace(host, own_norm=float(broadcast_(sum_pieces_(size, now.pieces), group)))
+    if now.layout.params and not bool((torch.isfinite(diagonal) & (diagonal > 1e-32)).all()):
+        # A float32 square may have left its range while the gradient itself is fine.
+        return read_exactly(now, host, group)
+    return M, host
+
+
+def read_exactly(now: Evaluation, host: HostRead, group: Any = None) -> tuple[Tensor, HostRead]:
+    """The same with M from products in float64: on the device, and on the host the same numbers in all processes."""
+    G = now.gradients.matrix
+    exact = broadcast_(sum_pieces_(_summed(exact_gramian(_mine(now)), now), now.pieces), group)
+    M = exact.to(G.device, torch.float32 if G.device.type == "mps" else torch.float64)
+    return M, replace(host, gramian=exact.cpu(), noise=gramian_noise(G, exact=True))
+
+
+def needs_more_digits(report: SolverReport | None, now: Evaluation, host: HostRead) -> bool:
+    """Whether the weights depend on digits that M does not have, but an exact one would."""
+    if report is None or not report.rounding > DETERMINED:
+        return False
+    return host.noise > gramian_noise(now.gradients.matrix, exact=True)
+
+
+def _mine(now: Evaluation) -> Tensor:
+    """The columns of G that are averaged here."""
+    G = now.gradients.matrix
+    return G if now.share is None else now.share.of(G)
+
+
+def _summed(M: Tensor, now: Evaluation) -> Tensor:
+    """The Gramian of all shares, in place of one's."""
+    return M if now.share is None else sum_pieces_(M, now.share.group)

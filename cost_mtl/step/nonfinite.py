@@ -1,0 +1,80 @@
+"""Which tasks have a loss or a gradient that is not finite, and weights that are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_mtl._torch.dtensor import local
+from cost_mtl.distributed.collectives import union
+from cost_mtl.gradients.reductions import norm
+from cost_mtl.step.evaluate import Evaluation
+from cost_mtl.step.host_read import HostRead
+
+
+def bad_tasks(now: Evaluation, host: HostRead, group: Any = None) -> list[int]:
+    """Tasks whose loss or gradient is not finite."""
+    suspicious = not torch.isfinite(host.losses).all() or not torch.isfinite(host.gramian).all()
+    if not suspicious and math.isfinite(host.own_norm):
+        return []
+    found = set(not_finite(now))
+    flags = torch.tensor([i in found for i in range(len(now.names))], dtype=torch.uint8, device=now.losses.device)
+    return union(union(flags, now.pieces), group).nonzero().flatten().tolist()
+
+
+def complaint(now: Evaluation, bad: Sequence[int], step: int) -> str:
+    """The message for tasks that are not finite."""
+    which = ", ".join(f"task {now.names[i]!r} (loss {float(now.losses[i]):g})" for i in bad)
+    return (
+        f"not finite: the loss or a gradient of {which} in step {step}. Parameters and optimizer state are as before; "
+        "on_nonfinite='skip' leaves such steps out"
+    )
+
+
+def refuse_weights(weights: Tensor, weighting: Any) -> None:
+    """Refuse weights [K], on the CPU, that would make parameters not finite.
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
+    """
+    if not bool(torch.isfinite(weights).all()):
+        raise ValueError(
+            f"weighting: {type(weighting).__name__} returned weights that are not finite, {weights.tolist()}, from "
+            "losses and gradients that are. Parameters and optimizer state are as before"
+        )
+
+
+def norm_of(grads: Sequence[Tensor], device: torch.device, *, exact: bool = False) -> Tensor:
+    """Euclidean norm [] of some gradients (dense or sparse), not finite if one of them is not."""
+    return norm([_values(g) for g in grads], exact=exact, device=device)
+
+
+def not_finite(evaluation: Evaluation) -> list[int]:
+    """Tasks that have a loss or a gradient which is not finite, looked up entry by entry: the slow, exact answer."""
+    if evaluation.weights is not None:
+        return _not_finite_combined(evaluation)
+    bad = []
+    for i in range(len(evaluation.names)):
+        grads = [by_task[i] for by_task in evaluation.gradients.own.values() if i in by_task]
+        parts = [evaluation.losses[i], evaluation.gradients.matrix[i], *grads]
+        if not all(bool(torch.isfinite(_values(p)).all()) for p in parts):
+            bad.append(i)
+    return bad
+
+
+def _not_finite_combined(evaluation: Evaluation) -> list[int]:
+    # The tasks' gradients were never apart: a loss tells on its task, a gradient on all of them.
+    bad = torch.nonzero(~torch.isfinite(evaluation.losses)).flatten().tolist()
+    grads = [evaluation.gradients.matrix, *(by_task[0] for by_task in evaluation.gradients.own.values())]
+    fine = all(bool(torch.isfinite(_values(g)).all()) for g in grads)
+    return bad if bad or fine else list(range(len(evaluation.names)))
+
+
+def _values(grad: Tensor) -> Tensor:
+    """The entries that are there, on this process."""
+    grad = local(grad)
+    return grad.coalesce().values() if grad.is_sparse else grad
