@@ -22,6 +22,7 @@ from cost_mtl._torch.param_groups import all_trainable, held_by
 from cost_mtl._torch.rng import Moment
 from cost_mtl._torch.undo import all_or_nothing, go_back, keep, undo_on_failure, undoing, uninterrupted
 from cost_mtl._validation import at_least, one_of, positive
+from cost_mtl._wrapper import OptimizerWrapper
 from cost_mtl.base import Closure, ObservingWeighting, StepReport, Trigger, Weighed, WeightingInputs
 from cost_mtl.distributed.group import group_for
 from cost_mtl.gradients.gramian import cosines, norms
@@ -56,7 +57,6 @@ from cost_mtl.teleport.site import Site, moment_of
 from cost_mtl.triggers import DominatedConflict, TeleportSchedule
 from cost_mtl.weighting import FairGrad, resolve
 from cost_mtl.weighting.resolve import goes_by_name, needs_gramian_only
-from cost_mtl.wrapper import OptimizerWrapper
 
 
 class COST(OptimizerWrapper):

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import cost_mtl
 from cost_mtl import COST, EqualWeighting
-from cost_mtl.wrapper import OptimizerWrapper
+from cost_mtl._wrapper import OptimizerWrapper
 from tests.contract import BASES, batches, build, matrices, net, same, same_parameters, train, train_plainly
 from tests.nets import losses
 
