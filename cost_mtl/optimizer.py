@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cost_mtl import agreement
-from cost_mtl import history as trajectory
-from cost_mtl._torch import grad_scaler as scaling
+from cost_mtl import history
+from cost_mtl._torch import grad_scaler
 from cost_mtl._torch.compile import as_it_is, keep_saved_tensors
 from cost_mtl._torch.dtensor import NO_TELEPORTS, is_sharded, local, reshard
 from cost_mtl._torch.malloc import keep_freed_memory
@@ -24,6 +23,8 @@ from cost_mtl._torch.undo import all_or_nothing, go_back, keep, undo_on_failure,
 from cost_mtl._validation import at_least, one_of, positive
 from cost_mtl._wrapper import OptimizerWrapper
 from cost_mtl.base import Closure, ObservingWeighting, StepReport, Trigger, Weighed, WeightingInputs
+from cost_mtl.distributed.consistency import meet_
+from cost_mtl.distributed.failures import Fate
 from cost_mtl.distributed.group import group_for
 from cost_mtl.gradients.gramian import cosines, norms
 from cost_mtl.gradients.layout import Layout
@@ -151,7 +152,7 @@ class COST(OptimizerWrapper):
         super().__init__(base)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-        one_of("htr", htr, trajectory.POLICIES)
+        one_of("htr", htr, history.POLICIES)
         one_of("heads", heads, ("own", "weighted"))
         one_of("gradients", gradients, ("full",))
         one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
@@ -163,7 +164,7 @@ class COST(OptimizerWrapper):
         self.htr, self.heads, self.max_norm = htr, heads, max_norm
         self.memory, self.every, self.on_nonfinite = memory, every, on_nonfinite
         self.process_group, self.scaler = process_group, scaler
-        scaling.check(scaler, base)
+        grad_scaler.check(scaler, base)
         keep_saved_tensors()
         if any(p.device.type == "cpu" for p in held_by(base)):
             keep_freed_memory()
@@ -296,7 +297,7 @@ class COST(OptimizerWrapper):
         held = held_by(self.base)
         versions = [p._version for p in held]
         try:
-            scaling.step(self.scaler, self.base)
+            grad_scaler.step(self.scaler, self.base)
         except BaseException:
             if versions != [p._version for p in held]:
                 keep()
@@ -304,13 +305,13 @@ class COST(OptimizerWrapper):
         keep()
 
     def _thunks(self, closure: Any, batch: tuple[Any, ...]) -> list[Thunk]:
-        scaling.refuse_outside(self)
-        thunks = bind(closure, batch, scaling.scale_of(self.scaler, self.base))
-        self._group = agreement.meet_(self.base, self.model, self.process_group, first=self.last_step is None)
+        grad_scaler.refuse_outside(self)
+        thunks = bind(closure, batch, grad_scaler.scale_of(self.scaler, self.base))
+        self._group = meet_(self.base, self.model, self.process_group, first=self.last_step is None)
         return thunks
 
     def _site(self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: Moment) -> Site:
-        fate = agreement.Fate(held_by(self.base)[0].device, self._group)
+        fate = Fate(held_by(self.base)[0].device, self._group)
         return Site(self.base, self.model, self._driver, self.progress, self.htr, fate,
                     thunks, batch, before, self._spare)  # fmt: skip
 
@@ -394,7 +395,7 @@ class COST(OptimizerWrapper):
         bad = bad_tasks(now, host, self._group)
         if not bad:
             return False
-        scaled = scaling.is_on(self.scaler) and bool(torch.isfinite(host.losses).all())
+        scaled = grad_scaler.is_on(self.scaler) and bool(torch.isfinite(host.losses).all())
         self._leave_out(now, complaint(now, bad, self.progress.step), before, scaled=scaled)
         return True
 
@@ -406,7 +407,7 @@ class COST(OptimizerWrapper):
         """
         self._clear_grads()
         if scaled:
-            scaling.skip(self.scaler, self.base)
+            grad_scaler.skip(self.scaler, self.base)
         elif self.on_nonfinite == "raise":
             raise FloatingPointError(why)
         go_back()  # a teleport, the weighting's new state
@@ -475,7 +476,7 @@ class COST(OptimizerWrapper):
         if now.layout.params:
             d = self._direction(now, weighed, weights, reach)
             found += shared_grads(now.layout, d, now.gradients.reached)
-            if trajectory.needs_direction(self.htr) and self._driver.enabled:
+            if history.needs_direction(self.htr) and self._driver.enabled:
                 self.progress.direction = d.clone()
         extra = [(p, grad.detach().to(p.device, p.dtype)) for p, grad in weighed.parameter_grads]
         if extra or weighed.direction is not None or not reach.fits(self.max_norm):
@@ -483,7 +484,7 @@ class COST(OptimizerWrapper):
             if bad:
                 params = [[*found, *extra][k][0] for k in bad]
                 why = complaint_of_overflow(now, reach, params, weights, self.model, self.progress.step)
-                self._leave_out(now, why, before, scaled=scaling.is_on(self.scaler))
+                self._leave_out(now, why, before, scaled=grad_scaler.is_on(self.scaler))
                 return False
         for p, grad in [*found, *extra]:
             p.grad = grad
@@ -512,12 +513,12 @@ class COST(OptimizerWrapper):
         if sigma is None:
             return
         if sigma < 1.0:
-            undo_on_failure(trajectory.history_of(self.base, layout.params))
+            undo_on_failure(history.history_of(self.base, layout.params))
         if self.htr == "rollback":
-            trajectory.rollback_(self.base, layout.params, sigma)
+            history.rollback_(self.base, layout.params, sigma)
         else:
             moments: Literal["first", "both"] = "both" if self.htr in ("paper", "reset") else "first"
-            trajectory.reuse_trajectory_(self.base, layout.params, sigma, moments=moments)
+            history.reuse_trajectory_(self.base, layout.params, sigma, moments=moments)
 
     def _observe(self, thunks: Sequence[Thunk], now: Evaluation, host: HostRead) -> None:
         if not isinstance(self.weighting, ObservingWeighting) or not _is_weighed(now):
