@@ -17,8 +17,8 @@ from torch import Tensor
 from cost_mtl._validation import one_of, positive
 from cost_mtl.base import DETERMINED, Solution, SolverReport
 from cost_mtl.weighting._checks import as_tensor, host_matrix
-from cost_mtl.weighting._matrix import EPS, Array, add_diagonal
-from cost_mtl.weighting._rounding import round_to_float32
+from cost_mtl.weighting._solvers.matrix import EPS, Array, add_diagonal
+from cost_mtl.weighting._solvers.rounding import round_to_float32
 
 __all__ = ["CONVERGED", "DETERMINED", "NOT_CONVERGED", "STATIONARY", "Answer", "Problem", "Scale", "SolvedWeighting"]
 

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cost_mtl.weighting._interior import InteriorPoint, solve_ball
-from cost_mtl.weighting._matrix import Array, add_diagonal
-from cost_mtl.weighting._nonnegative import hull_distance
 from cost_mtl.weighting._problem import (
     CONVERGED,
     DETERMINED,
@@ -20,6 +17,9 @@ from cost_mtl.weighting._problem import (
     Scale,
     SolvedWeighting,
 )
+from cost_mtl.weighting._solvers.interior import InteriorPoint, solve_ball
+from cost_mtl.weighting._solvers.matrix import Array, add_diagonal
+from cost_mtl.weighting._solvers.nonnegative import hull_distance
 
 __all__ = ["CAGrad"]
 

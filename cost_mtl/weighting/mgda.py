@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cost_mtl.weighting._nonnegative import hull_distance, shortest
 from cost_mtl.weighting._problem import (
     CONVERGED,
     DETERMINED,
@@ -15,6 +14,7 @@ from cost_mtl.weighting._problem import (
     Problem,
     SolvedWeighting,
 )
+from cost_mtl.weighting._solvers.nonnegative import hull_distance, shortest
 
 __all__ = ["MGDA", "min_norm"]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost_mtl.weighting._matrix import EPS, Array, add_diagonal
+from cost_mtl.weighting._solvers.matrix import EPS, Array, add_diagonal
 
 __all__ = ["Shortest", "hull_distance", "shared_by_twins", "shortest"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost_mtl.weighting._matrix import Array
+from cost_mtl.weighting._solvers.matrix import Array
 
 __all__ = ["TINY", "InteriorPoint", "condition_error", "scaled", "step"]
 

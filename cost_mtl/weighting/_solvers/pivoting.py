@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cost_mtl.weighting._ball import InteriorPoint, condition_error, step
-from cost_mtl.weighting._matrix import Array, add_diagonal
+from cost_mtl.weighting._solvers.ball import InteriorPoint, condition_error, step
+from cost_mtl.weighting._solvers.matrix import Array, add_diagonal
 
 __all__ = ["pivot"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cost_mtl.weighting._matrix import Array
+from cost_mtl.weighting._solvers.matrix import Array
 
 __all__ = ["round_to_float32"]
 

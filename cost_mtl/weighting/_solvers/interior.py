@@ -19,10 +19,10 @@ import math
 
 import numpy as np
 
-from cost_mtl.weighting._ball import TINY, InteriorPoint, condition_error, scaled, step
-from cost_mtl.weighting._matrix import Array, add_diagonal
-from cost_mtl.weighting._nonnegative import shared_by_twins
-from cost_mtl.weighting._pivoting import pivot
+from cost_mtl.weighting._solvers.ball import TINY, InteriorPoint, condition_error, scaled, step
+from cost_mtl.weighting._solvers.matrix import Array, add_diagonal
+from cost_mtl.weighting._solvers.nonnegative import shared_by_twins
+from cost_mtl.weighting._solvers.pivoting import pivot
 
 __all__ = ["InteriorPoint", "solve_ball"]
 
