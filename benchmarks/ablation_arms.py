@@ -12,10 +12,10 @@ from torch import Tensor
 import cost_mtl
 from cost_mtl import Acceptance, LevelSet, LoRATeleporter, Move, Penalty
 from cost_mtl.history import sigma_for
-from cost_mtl.teleport import objective as ob
-from cost_mtl.teleport.ascent import Promise, Slope, Standpoint
 from cost_mtl.teleport.base import TeleportProblem
-from cost_mtl.teleport.solver import heldout_batch, theta_norm
+from cost_mtl.teleport.objectives import formulas as ob
+from cost_mtl.teleport.objectives.ascent import Promise, Slope, Standpoint
+from cost_mtl.teleport.solvers.base import heldout_batch, theta_norm
 
 # ------------------------------------------------------------------------------------------------ controls
 

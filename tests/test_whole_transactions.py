@@ -8,7 +8,8 @@ import torch
 
 from cost_mtl import COST, DenseTeleporter, LoRATeleporter, TeleportSchedule
 from cost_mtl._torch.undo import all_or_nothing, undoing
-from cost_mtl.teleport import driver, site, transaction
+from cost_mtl.teleport import attempt as transaction
+from cost_mtl.teleport import driver, site
 from tests.contract import everything
 from tests.distributed.harness import assert_in_step, parameters, spawn
 from tests.nets import conflicting, flat, losses

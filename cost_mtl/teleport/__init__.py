@@ -1,12 +1,12 @@
 """Teleports: the transaction, the objective, one file per teleporter. A new one: one file, one line here."""
 
-from cost_mtl.teleport.ascent import Sharpness, Sphere
 from cost_mtl.teleport.dense import DenseTeleporter
 from cost_mtl.teleport.difference import DifferenceTeleporter
-from cost_mtl.teleport.level_set import LevelSet
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
-from cost_mtl.teleport.penalty import Penalty
+from cost_mtl.teleport.objectives.ascent import Sharpness, Sphere
+from cost_mtl.teleport.paper import Penalty
 from cost_mtl.teleport.problem import UnrepeatableClosureError
+from cost_mtl.teleport.solvers.level_set import LevelSet
 
 __all__ = [
     "DenseTeleporter",

@@ -19,10 +19,10 @@ from cost_mtl.history import HTR, sigma_for
 from cost_mtl.step.evaluate import Evaluation
 from cost_mtl.step.memory import LeftOut
 from cost_mtl.step.state import Progress
+from cost_mtl.teleport.attempt import Arrival, Outcome, attempt
 from cost_mtl.teleport.base import RemembersIterates, Teleporter, TeleportReport
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError, UnusableBatchError
-from cost_mtl.teleport.transaction import Arrival, Outcome, attempt
 from cost_mtl.triggers import TeleportSchedule
 
 REFUSALS = (NoAdaptableLayerError, UnrepeatableClosureError)

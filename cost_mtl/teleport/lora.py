@@ -9,13 +9,13 @@ from typing import Any, Literal
 from torch import nn
 
 from cost_mtl._validation import at_least
-from cost_mtl.teleport.adapters import adapters, refused_layers, unfit_layers
-from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.base import Acceptance, Move, TeleportProblem
-from cost_mtl.teleport.layers import Layer, shared_layers
-from cost_mtl.teleport.level_set import LevelSet
+from cost_mtl.teleport.coordinates.adapters import adapters, refused_layers, unfit_layers
+from cost_mtl.teleport.coordinates.layers import Layer, shared_layers
+from cost_mtl.teleport.objectives.ascent import Objective
 from cost_mtl.teleport.settings import check_settings, objectives
-from cost_mtl.teleport.solver import Solver, propose
+from cost_mtl.teleport.solvers.base import Solver, propose
+from cost_mtl.teleport.solvers.level_set import LevelSet
 
 
 class NoAdaptableLayerError(ValueError):
@@ -32,7 +32,7 @@ class LoRATeleporter:
 
     The paper trains the adapter by Adam on loss invariance minus gamma times sharpness (``solver=Penalty()``), which
     was measured to trade invariance for its gain. By default the adapter is moved along the level set of all task
-    losses instead (``cost_mtl.teleport.level_set``), in one step without double backward.
+    losses instead (``cost_mtl.teleport.solvers.level_set``), in one step without double backward.
 
     Args:
         rank: of the adapter; default 5, the paper's. It hardly matters (1, 5 and 16 were measured).
@@ -42,7 +42,7 @@ class LoRATeleporter:
         objective: ``"auto"`` (default): the conflict objective, and if its move is rejected the norm objective; the
             other way round where a cosine has no gradient (opposite or equal directions). ``"conflict"``: the smallest
             cos(g_i, g_0); ``"norm"``: the balanced gradient norms, the paper's aim. Also ``"conflict-exact"``,
-            ``"norm-exact"``, ``"sharpness"``, ``"sphere"``, or an object: see ``cost_mtl.teleport.ascent``.
+            ``"norm-exact"``, ``"sharpness"``, ``"sphere"``, or an object: see ``cost_mtl.teleport.objectives.ascent``.
         solver: :class:`~cost_mtl.LevelSet` (default) or :class:`~cost_mtl.Penalty`, the paper's.
         acceptance: what the move has to keep and to gain.
         tolerance, invariance: shorthands for ``acceptance.tolerance`` and ``acceptance.invariance``.

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from cost_mtl.teleport.ascent import Objective, named
 from cost_mtl.teleport.base import Acceptance
-from cost_mtl.teleport.solver import Solver
+from cost_mtl.teleport.objectives.ascent import Objective, named
+from cost_mtl.teleport.solvers.base import Solver
 
 
 def check_settings(teleporter: Any) -> None:

@@ -26,10 +26,10 @@ from cost_mtl.step.evaluate import Evaluation
 from cost_mtl.step.memory import LeftOut, Remembered
 from cost_mtl.step.sharing import promote
 from cost_mtl.step.state import Progress, beside
+from cost_mtl.teleport.attempt import Arrival, Outcome, broken_off
 from cost_mtl.teleport.base import TeleportReport
 from cost_mtl.teleport.driver import REFUSALS, TeleportDriver
 from cost_mtl.teleport.problem import Problem, Tally
-from cost_mtl.teleport.transaction import Arrival, Outcome, broken_off
 
 
 def moment_of(base: Optimizer, model: nn.Module) -> Moment:

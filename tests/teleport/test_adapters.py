@@ -10,8 +10,8 @@ from cost_mtl._torch.rng import Moment
 from cost_mtl.distributed.failures import Fate
 from cost_mtl.gradients.gramian import gramian
 from cost_mtl.gradients.layout import Layout
-from cost_mtl.teleport.adapters import adapters
-from cost_mtl.teleport.layers import shared_layers
+from cost_mtl.teleport.coordinates.adapters import adapters
+from cost_mtl.teleport.coordinates.layers import shared_layers
 from cost_mtl.teleport.problem import Problem
 from tests.nets import MultiHead, convnet, data, losses, mlp
 

@@ -9,12 +9,12 @@ from torch.func import functional_call
 
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, LoRATeleporter, TeleportSchedule
-from cost_mtl.teleport import objective as ob
-from cost_mtl.teleport.adapters import ADAPTER, adapters
-from cost_mtl.teleport.ascent import NAMED, OfGradients, Sharpness, Slope, Sphere, Standpoint, named
-from cost_mtl.teleport.dense import DenseSpace
-from cost_mtl.teleport.difference import DifferenceSpace
-from cost_mtl.teleport.layers import shared_layers
+from cost_mtl.teleport.coordinates.adapters import ADAPTER, adapters
+from cost_mtl.teleport.coordinates.dense import DenseSpace
+from cost_mtl.teleport.coordinates.difference import DifferenceSpace
+from cost_mtl.teleport.coordinates.layers import shared_layers
+from cost_mtl.teleport.objectives import formulas as ob
+from cost_mtl.teleport.objectives.ascent import NAMED, OfGradients, Sharpness, Slope, Sphere, Standpoint, named
 from tests.nets import MultiHead, conflicting, data, losses, mlp
 from tests.teleport.test_adapters import problem_of
 

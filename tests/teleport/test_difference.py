@@ -8,7 +8,7 @@ import torch
 
 import cost_mtl
 from cost_mtl import Acceptance, DifferenceTeleporter, TeleportSchedule
-from cost_mtl.teleport.difference import DifferenceSpace
+from cost_mtl.teleport.coordinates.difference import DifferenceSpace
 from tests.nets import conflicting, losses
 from tests.teleport.test_adapters import problem_of
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, DifferenceTeleporter, LoRATeleporter
-from cost_mtl.teleport import objective as ob
+from cost_mtl.teleport.objectives import formulas as ob
 
 
 class Plane(nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cost_mtl.teleport import objective as ob
+from cost_mtl.teleport.objectives import formulas as ob
 
 
 def gradients(K=4, m=9, *, seed=0):

@@ -5,9 +5,9 @@ import torch
 
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, DifferenceTeleporter, LoRATeleporter, Penalty
-from cost_mtl.teleport.ascent import named
-from cost_mtl.teleport.dense import DenseSpace
-from cost_mtl.teleport.penalty import descend, invariance_gradient
+from cost_mtl.teleport.coordinates.dense import DenseSpace
+from cost_mtl.teleport.objectives.ascent import named
+from cost_mtl.teleport.paper import descend, invariance_gradient
 from tests.nets import conflicting, losses
 from tests.teleport.test_ascent import K, Reference, balance
 from tests.teleport.test_transaction import Everything, f32_convnet

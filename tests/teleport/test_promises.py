@@ -9,7 +9,7 @@ import torch
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, LevelSet, LoRATeleporter, Move
 from cost_mtl.gradients.gramian import gramian
-from cost_mtl.teleport import objective as ob
+from cost_mtl.teleport.objectives import formulas as ob
 from tests.nets import conflicting, data, losses, mlp
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # plain scripts, not an installed package

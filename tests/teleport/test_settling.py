@@ -9,7 +9,7 @@ from torch import nn
 
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, LevelSet
-from cost_mtl.teleport import objective as ob
+from cost_mtl.teleport.objectives import formulas as ob
 from tests.nets import flat
 
 LOOSE = Acceptance(tolerance=0.02, tolerance_heldout=0.5, min_angle=1e-4)

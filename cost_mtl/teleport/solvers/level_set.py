@@ -4,7 +4,7 @@ By default all of it is first order (no double backward), so fused attention and
 
 1. J: gradients of every task's loss on each constraint batch, in the coordinates phi of the move (of the mean loss
    alone under ``invariance="mean"``).
-2. Ascent direction u of the objective (``cost_mtl.teleport.ascent``).
+2. Ascent direction u of the objective (``cost_mtl.teleport.objectives.ascent``).
 3. s = P u made orthogonal to J (J s = 0), P a diagonal metric: no loss changes to first order.
 4. A step as long as u . s predicts that the objective needs (a resolved conflict, a clearly larger norm), at most
    length * ||theta||, then Gauss-Newton corrections that bring every loss back to where it was to second order. If a
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from cost_mtl._validation import at_least, positive
-from cost_mtl.teleport import objective as ob
-from cost_mtl.teleport.ascent import Objective, Standpoint, named
 from cost_mtl.teleport.base import Acceptance, TeleportProblem
-from cost_mtl.teleport.solver import Line, Result, heldout_batch, norm, theta_norm, used_batches
-from cost_mtl.teleport.space import Space
+from cost_mtl.teleport.coordinates.base import Space
+from cost_mtl.teleport.objectives import formulas as ob
+from cost_mtl.teleport.objectives.ascent import Objective, Standpoint, named
+from cost_mtl.teleport.solvers.base import Line, Result, heldout_batch, norm, theta_norm, used_batches
 
 LEAST_CUT, LARGEST_CUT = 0.5, 0.85
 """Bounds of the factor by which a step that left the tolerance is shortened. A long step's drift grows faster than its

@@ -28,9 +28,9 @@ from torch import Tensor
 from cost_mtl._validation import at_least, positive
 from cost_mtl.gradients.gramian import gramian
 from cost_mtl.gradients.reductions import norm
-from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.base import NoDoubleBackwardError, TeleportProblem
-from cost_mtl.teleport.space import Space
+from cost_mtl.teleport.coordinates.base import Space
+from cost_mtl.teleport.objectives import formulas as ob
 
 Promise = Literal["conflict", "norm"]
 
@@ -71,7 +71,7 @@ class Slope:
         gradient: d phi / d coordinates [n].
         wanted: rise of phi that is worth aiming for.
         notes: remarks for the report.
-        rate: gain in the promise's measure (:func:`cost_mtl.teleport.objective.gain`) for a small rise of phi.
+        rate: gain in the promise's measure (:func:`cost_mtl.teleport.objectives.formulas.gain`) for a small rise of phi.
             Default 0: not known, nothing is predicted.
     """
 

@@ -15,7 +15,7 @@ from cost_mtl._torch.undo import undoing
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.gradients.reductions import row_norms
 from cost_mtl.teleport.base import TeleportProblem
-from cost_mtl.teleport.layers import Layer
+from cost_mtl.teleport.coordinates.layers import Layer
 
 ADAPTER = "teleport"
 IDENTITY_TOLERANCE = 1e-3

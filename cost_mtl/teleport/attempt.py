@@ -19,11 +19,11 @@ from cost_mtl.distributed.collectives import broadcast_
 from cost_mtl.gradients.gramian import cosines, gramian, norms
 from cost_mtl.step.evaluate import Evaluation
 from cost_mtl.step.state import Progress
-from cost_mtl.teleport import objective as ob
 from cost_mtl.teleport.base import Acceptance, Move, Teleporter, TeleportProblem, TeleportReport
+from cost_mtl.teleport.objectives import formulas as ob
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
 from cost_mtl.teleport.snapshot import Structure
-from cost_mtl.teleport.solver import heldout_batch
+from cost_mtl.teleport.solvers.base import heldout_batch
 
 REPEATABLE = 1e-3
 """Largest relative difference of a loss between two evaluations at one theta under the same random streams."""

@@ -10,9 +10,9 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from cost_mtl.gradients import reductions
-from cost_mtl.teleport.ascent import Objective
 from cost_mtl.teleport.base import Acceptance, Move, TeleportProblem
-from cost_mtl.teleport.space import Space
+from cost_mtl.teleport.coordinates.base import Space
+from cost_mtl.teleport.objectives.ascent import Objective
 
 
 @dataclass(frozen=True)

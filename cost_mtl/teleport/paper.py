@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from cost_mtl._validation import at_least, positive
-from cost_mtl.teleport import objective as ob
-from cost_mtl.teleport.ascent import Objective, Standpoint, named
 from cost_mtl.teleport.base import Acceptance, TeleportProblem
-from cost_mtl.teleport.solver import Result, theta_norm, used_batches
-from cost_mtl.teleport.space import Space
+from cost_mtl.teleport.coordinates.base import Space
+from cost_mtl.teleport.objectives import formulas as ob
+from cost_mtl.teleport.objectives.ascent import Objective, Standpoint, named
+from cost_mtl.teleport.solvers.base import Result, theta_norm, used_batches
 
 
 @dataclass(frozen=True)
