@@ -10,10 +10,11 @@ demo: .venv/examples.done  ## QM9's eleven tasks with FairGrad and FairGrad + CO
 test: .venv/dev.done  ## the test suite
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto
 
-lint: .venv/dev.done  ## ruff and mypy
+lint: .venv/dev.done  ## ruff, mypy, and which room imports which
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "cost_mtl needs Python 3.11 or later")'

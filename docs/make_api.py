@@ -20,10 +20,10 @@ from cost_mtl.base import Trigger, Weighting
 from cost_mtl.teleport.base import Teleporter
 
 PAGE = Path(__file__).with_name("api.md")
-GROUPS = ("optimizer", "weighting", "triggers", "teleport", "gradients", "trajectory", "base")
+GROUPS = ("optimizer", "weighting", "triggers", "teleport", "gradients", "history", "base")
 TITLES = {"optimizer": "The optimizer", "weighting": "Weightings", "triggers": "Triggers and schedule",
           "teleport": "Teleporters, objectives and solvers", "gradients": "For a loop of your own",
-          "trajectory": "Historical trajectory reuse", "base": "Protocols, settings and reports"}  # fmt: skip
+          "history": "Historical trajectory reuse", "base": "Protocols, settings and reports"}  # fmt: skip
 PROTOCOLS = (Teleporter, Trigger, Weighting)
 
 

@@ -81,7 +81,7 @@ def test_the_last_group_of_micro_batches_may_be_shorter():
     report = optimizer.last_step.teleport
     assert report is not None
     assert report.drift_heldout is not None or report.drift is not None
-    evaluated = optimizer.progress.memory[-2].thunks([cost_mtl.evaluation.Thunk(losses)], ("0", "1"))
+    evaluated = optimizer.progress.memory[-2].thunks([cost_mtl.step.closure.Thunk(losses)], ("0", "1"))
     values = torch.stack([torch.stack(thunk()) for thunk in evaluated]).mean(dim=0)
     torch.testing.assert_close(values, torch.stack(losses(model, x, ys)), rtol=1e-5, atol=0.0)
 

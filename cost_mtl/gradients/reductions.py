@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cost_mtl._torch.dtensor import local
+
 CHUNK = 4096
 """Entries per partial sum in float32; the partial sums are added in float64. Good to 1e-7 (1e-6 for bfloat16)."""
+
 
 LEAST, MOST = 1e-15, 1e15
 """Lengths whose squares float32 keeps with room to spare: outside of them, ask for ``exact``."""
@@ -73,3 +76,14 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
         return rest
     parts = a[:whole].view(-1, 1, CHUNK) @ b[:whole].to(a.dtype).view(-1, CHUNK, 1)
     return parts.sum(dtype=wide) + rest
+
+
+def norm_of(grads: Sequence[Tensor], device: torch.device, *, exact: bool = False) -> Tensor:
+    """Euclidean norm [] of some gradients (dense or sparse), not finite if one of them is not."""
+    return norm([entries_of(g) for g in grads], exact=exact, device=device)
+
+
+def entries_of(grad: Tensor) -> Tensor:
+    """The entries that are there, on this process."""
+    grad = local(grad)
+    return grad.coalesce().values() if grad.is_sparse else grad

@@ -13,8 +13,8 @@ from cost_mtl._torch.dtensor import sum_pieces_
 from cost_mtl.base import DETERMINED, SolverReport
 from cost_mtl.distributed.collectives import broadcast_
 from cost_mtl.gradients.gramian import exact_gramian, gramian, gramian_noise
+from cost_mtl.gradients.reductions import norm_of
 from cost_mtl.step.evaluate import Evaluation
-from cost_mtl.step.nonfinite import norm_of
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cost_mtl._torch.dtensor import local
 from cost_mtl.distributed.collectives import union
-from cost_mtl.gradients.reductions import norm
+from cost_mtl.gradients.reductions import entries_of
 from cost_mtl.step.evaluate import Evaluation
 from cost_mtl.step.host_read import HostRead
 
@@ -48,11 +47,6 @@ def refuse_weights(weights: Tensor, weighting: Any) -> None:
         )
 
 
-def norm_of(grads: Sequence[Tensor], device: torch.device, *, exact: bool = False) -> Tensor:
-    """Euclidean norm [] of some gradients (dense or sparse), not finite if one of them is not."""
-    return norm([_values(g) for g in grads], exact=exact, device=device)
-
-
 def not_finite(evaluation: Evaluation) -> list[int]:
     """Tasks that have a loss or a gradient which is not finite, looked up entry by entry: the slow, exact answer."""
     if evaluation.weights is not None:
@@ -61,7 +55,7 @@ def not_finite(evaluation: Evaluation) -> list[int]:
     for i in range(len(evaluation.names)):
         grads = [by_task[i] for by_task in evaluation.gradients.own.values() if i in by_task]
         parts = [evaluation.losses[i], evaluation.gradients.matrix[i], *grads]
-        if not all(bool(torch.isfinite(_values(p)).all()) for p in parts):
+        if not all(bool(torch.isfinite(entries_of(p)).all()) for p in parts):
             bad.append(i)
     return bad
 
@@ -70,11 +64,5 @@ def _not_finite_combined(evaluation: Evaluation) -> list[int]:
     # The tasks' gradients were never apart: a loss tells on its task, a gradient on all of them.
     bad = torch.nonzero(~torch.isfinite(evaluation.losses)).flatten().tolist()
     grads = [evaluation.gradients.matrix, *(by_task[0] for by_task in evaluation.gradients.own.values())]
-    fine = all(bool(torch.isfinite(_values(g)).all()) for g in grads)
+    fine = all(bool(torch.isfinite(entries_of(g)).all()) for g in grads)
     return bad if bad or fine else list(range(len(evaluation.names)))
-
-
-def _values(grad: Tensor) -> Tensor:
-    """The entries that are there, on this process."""
-    grad = local(grad)
-    return grad.coalesce().values() if grad.is_sparse else grad

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cost_mtl.weighting._problem import (
+from cost_mtl.weighting._solvers.interior import InteriorPoint, solve_ball
+from cost_mtl.weighting._solvers.matrix import Array, add_diagonal
+from cost_mtl.weighting._solvers.nonnegative import hull_distance
+from cost_mtl.weighting._solvers.problem import (
     CONVERGED,
     DETERMINED,
     NOT_CONVERGED,
@@ -17,9 +20,6 @@ from cost_mtl.weighting._problem import (
     Scale,
     SolvedWeighting,
 )
-from cost_mtl.weighting._solvers.interior import InteriorPoint, solve_ball
-from cost_mtl.weighting._solvers.matrix import Array, add_diagonal
-from cost_mtl.weighting._solvers.nonnegative import hull_distance
 
 __all__ = ["CAGrad"]
 

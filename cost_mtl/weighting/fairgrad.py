@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from cost_mtl.weighting._problem import STATIONARY, Answer, Problem, SolvedWeighting
 from cost_mtl.weighting._solvers.fairness import RIDGE, solve_fairness
+from cost_mtl.weighting._solvers.problem import STATIONARY, Answer, Problem, SolvedWeighting
 from cost_mtl.weighting.mgda import min_norm
 
 __all__ = ["FairGrad"]

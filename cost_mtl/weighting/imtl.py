@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from cost_mtl.weighting._problem import CONVERGED, DETERMINED, STATIONARY, Answer, Problem, SolvedWeighting
 from cost_mtl.weighting._solvers.matrix import add_diagonal
+from cost_mtl.weighting._solvers.problem import CONVERGED, DETERMINED, STATIONARY, Answer, Problem, SolvedWeighting
 
 __all__ = ["IMTLG"]
 

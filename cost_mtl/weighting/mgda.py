@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cost_mtl.weighting._problem import (
+from cost_mtl.weighting._solvers.nonnegative import hull_distance, shortest
+from cost_mtl.weighting._solvers.problem import (
     CONVERGED,
     DETERMINED,
     NOT_CONVERGED,
@@ -14,7 +15,6 @@ from cost_mtl.weighting._problem import (
     Problem,
     SolvedWeighting,
 )
-from cost_mtl.weighting._solvers.nonnegative import hull_distance, shortest
 
 __all__ = ["MGDA", "min_norm"]
 

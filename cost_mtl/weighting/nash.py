@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cost_mtl.weighting._problem import Answer, Problem, SolvedWeighting
 from cost_mtl.weighting._solvers.fairness import solve_fairness
+from cost_mtl.weighting._solvers.problem import Answer, Problem, SolvedWeighting
 
 __all__ = ["NashMTL"]
 

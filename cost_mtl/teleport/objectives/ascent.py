@@ -71,8 +71,8 @@ class Slope:
         gradient: d phi / d coordinates [n].
         wanted: rise of phi that is worth aiming for.
         notes: remarks for the report.
-        rate: gain in the promise's measure (:func:`cost_mtl.teleport.objectives.formulas.gain`) for a small rise of phi.
-            Default 0: not known, nothing is predicted.
+        rate: gain in the promise's measure (:func:`~cost_mtl.teleport.objectives.formulas.gain`) for a small rise of
+            phi. Default 0: not known, nothing is predicted.
     """
 
     value: float

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost_mtl.weighting._problem import CONVERGED, DETERMINED, NOT_CONVERGED, STATIONARY, Answer, Problem
 from cost_mtl.weighting._solvers.matrix import Array, add_diagonal
+from cost_mtl.weighting._solvers.problem import CONVERGED, DETERMINED, NOT_CONVERGED, STATIONARY, Answer, Problem
 
 __all__ = ["RIDGE", "TOLERANCE", "iteration_limit", "solve_fairness"]
 
