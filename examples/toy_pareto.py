@@ -56,7 +56,7 @@ class Settings:
     cooldown: int = 50
 
 
-SMOKE = Settings(points=POINTS[1:2], steps=2800, lr=7e-3, betas=(0.9, 0.99), start=300, cooldown=20)
+SMOKE = Settings(points=POINTS[1:2], steps=3400, lr=7e-3, betas=(0.9, 0.99), start=300, cooldown=20)
 
 
 def losses(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

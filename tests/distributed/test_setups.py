@@ -230,11 +230,11 @@ def test_sync_batch_norm_is_known_to_communicate():
 
 def test_more_than_a_bucket(monkeypatch):
     """The same result whatever the size of the buckets."""
-    from cost_mtl import parallel
+    from cost_mtl.distributed import collectives
 
     results = {}
     for size in (7, 1 << 23):
-        monkeypatch.setattr(parallel, "BUCKET", size)
+        monkeypatch.setattr(collectives, "BUCKET", size)
         results[size] = spawn(2, train_a_share, 2, "plain", {})
     assert_in_step([*results[7], *results[1 << 23]])
 
