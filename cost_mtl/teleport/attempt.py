@@ -222,6 +222,8 @@ def _checked(move: Any, problem: Problem) -> Move:
     for name, vector in (("delta", move.delta), ("first_order", move.first_order)):
         if vector is not None and vector.shape != (problem.layout.numel,):
             raise ValueError(f"{name}: expected shape [{problem.layout.numel}], got {list(vector.shape)}")
+    if not move.used or not set(move.used) <= set(range(problem.batches)):
+        raise ValueError(f"used: expected batches from 0 to {problem.batches - 1}, got {move.used}")
     return move
 
 
