@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -478,3 +479,16 @@ def test_the_transaction_puts_back_what_a_teleporter_must_not_move(wrong):
     seen = Everything(model)
     assert opt.teleport(losses, model, x, ys).accepted
     seen.check(moved=True)
+
+
+def test_the_objective_in_the_documentation_keeps_the_contract():
+    text = (Path(__file__).parents[2] / "docs" / "teleport.md").read_text()
+    (block,) = [b.split("```")[0] for b in text.split("```python\n")[1:] if "class SmallestNorm" in b]
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/teleport.md", "exec"), names)
+    check_an_objective(Row(names["SmallestNorm"](), symmetric=True))
+    model, x, ys = conflicting()
+    opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk,
+                        teleporter=names["teleporter"])  # fmt: skip
+    report = opt.teleport(lambda: losses(model, x, ys))
+    assert report.objective == "smallest norm"
