@@ -12,9 +12,12 @@ from torch import Tensor
 import cost_mtl
 from cost_mtl import Acceptance, LevelSet, LoRATeleporter, Move, Penalty
 from cost_mtl.history import sigma_for
+from cost_mtl.teleport.attempt import fallback_objectives
 from cost_mtl.teleport.base import TeleportProblem
-from cost_mtl.teleport.objectives import formulas as ob
-from cost_mtl.teleport.objectives.ascent import Promise, Slope, Standpoint
+from cost_mtl.teleport.invariance import relative_change
+from cost_mtl.teleport.objectives import PROMISES
+from cost_mtl.teleport.objectives.base import ObjectiveContext, Slope
+from cost_mtl.teleport.objectives.conflict import ConflictGain
 from cost_mtl.teleport.solvers.base import heldout_batch, theta_norm
 
 # ------------------------------------------------------------------------------------------------ controls
@@ -23,15 +26,17 @@ from cost_mtl.teleport.solvers.base import heldout_batch, theta_norm
 def cost_move(problem: TeleportProblem, teleporter: LoRATeleporter) -> tuple[Move, Tensor] | None:
     """The move that the transaction would accept of COST's teleporter here, with the task gradients [K, m] beyond it;
     None if it would accept none. The parameters stay."""
-    ask: Callable[[TeleportProblem], Move] | None = teleporter.propose
-    while ask is not None:
-        with problem.at(torch.zeros_like(problem.gradients[0])):  # afterwards the parameters have their bits back
-            move = ask(problem)
-        G = gradients_if_accepted(problem, move)
+    standing = torch.zeros_like(problem.gradients[0])
+    with problem.at(standing):  # afterwards the parameters have their bits back
+        move = teleporter.propose(problem)
+    G = gradients_if_accepted(problem, move)
+    for objective in fallback_objectives(teleporter, problem, move):
         if G is not None:
-            return move, G
-        ask = move.otherwise
-    return None
+            break
+        with problem.at(standing):
+            move = teleporter.propose_for(objective, problem, move)
+        G = gradients_if_accepted(problem, move)
+    return None if G is None else (move, G)
 
 
 def gradients_if_accepted(problem: TeleportProblem, move: Move) -> Tensor | None:
@@ -46,25 +51,22 @@ def gradients_if_accepted(problem: TeleportProblem, move: Move) -> Tensor | None
     references = {batch: problem.reference(batch) for batch in limits}
     with problem.at(move.delta):
         for batch, limit in limits.items():
-            if not ob.relative_change(references[batch], problem.evaluate(batch)) <= limit:
+            if not relative_change(references[batch], problem.evaluate(batch)) <= limit:
                 return None
         _, G = problem.evaluate_gradients(0)
     after = cost_mtl.gramian(G, dtype=torch.float64)
-    least = {"conflict": rule.min_angle, "norm": rule.min_norm}
-    objectives = list(least) if move.either else [move.objective]
-    return G if any(ob.gain(o, problem.gramian, after) >= least[o] for o in objectives) else None
+    objectives = PROMISES if move.either else (move.judge,)
+    gained = [o is None or o.gain(problem.gramian, after) >= o.least(rule) for o in objectives]
+    return G if any(gained) else None
 
 
 @dataclass(frozen=True)
-class RandomDirection:
+class RandomDirection(ConflictGain):
     """An "objective" whose gradient is a random direction, and which can't have enough of it."""
 
-    promise: Promise = field(default="conflict", init=False)
-    loss_units: bool = field(default=False, init=False)
-
-    def slope(self, at: Standpoint, /) -> Slope:
-        u = torch.randn(at.J.shape[1], generator=at.problem.generator).to(at.J)
-        u[(at.J == 0).all(dim=0)] = 0.0  # LoRA's A: no first-order effect at B = 0, so COST does not move it either
+    def slope(self, context: ObjectiveContext, /) -> Slope:
+        u = torch.randn(context.J.shape[1], generator=context.problem.generator).to(context.J)
+        u[(context.J == 0).all(dim=0)] = 0.0  # LoRA's A: no first-order effect at B = 0; COST does not move it either
         return Slope(0.0, u, float("inf"))
 
 
@@ -72,9 +74,9 @@ class RandomDirection:
 class Placebo:
     """A random move along the level set wherever COST's own would have been accepted, and as long as that.
 
-    COST's move is made and judged first. The random one is found by the same solver in the same kind of space (a fresh
-    LoRA adapter under the same metric), so it keeps, corrects and settles the losses of the same batches in the same
-    way, and goes through the same transaction, which asks no gain of it.
+    COST's move is made and judged first. The random one is found by the same solver in the same kind of coordinates (a
+    fresh LoRA adapter under the same metric), so it keeps and corrects the losses of the same batches in the same way,
+    and goes through the same transaction, which asks no gain of it.
     """
 
     teleporter: LoRATeleporter = field(default_factory=LoRATeleporter)
@@ -91,7 +93,7 @@ def random_move(problem: TeleportProblem, length: float, like: LoRATeleporter) -
     relative = length / theta_norm(problem)
     solver = replace(like.solver, length=relative, shortest=relative)
     move = replace(like, objective=RandomDirection(), solver=solver).propose(problem)
-    return replace(move, objective="none", otherwise=None)
+    return replace(move, objective="none")
 
 
 @dataclass

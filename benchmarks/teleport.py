@@ -39,7 +39,7 @@ class Placebo:
     length: float
 
     def propose(self, problem: Any) -> cost_mtl.Move:
-        from cost_mtl.teleport.objectives.formulas import project_out
+        from cost_mtl.teleport.solvers.projection import project_out
 
         G = torch.cat(
             [problem.gradients, *(problem.evaluate_gradients(b)[1] for b in range(1, min(2, problem.batches)))]

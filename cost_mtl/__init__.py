@@ -16,7 +16,8 @@ from cost_mtl.teleport import (
     Penalty,
     UnrepeatableClosureError,
 )
-from cost_mtl.teleport.base import Acceptance, Move, Teleporter, TeleportReport
+from cost_mtl.teleport.base import Acceptance, Teleporter, TeleportReport
+from cost_mtl.teleport.move import Move
 from cost_mtl.triggers import ConflictShare, DominatedConflict, TeleportSchedule, WeakConflict
 from cost_mtl.weighting import (
     DWA,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 
@@ -24,3 +25,15 @@ def positive(name: str, value: object, *, or_none: bool = False) -> None:
         return
     if not isinstance(value, Real) or isinstance(value, bool) or not float(value) > 0:
         raise ValueError(f"{name}: expected a number > 0{' or None' if or_none else ''}, got {value!r}")
+
+
+def number(name: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is a real number (not a bool, not NaN; infinite ones will do)."""
+    if not isinstance(value, Real) or isinstance(value, bool) or math.isnan(float(value)):
+        raise ValueError(f"{name}: expected a number, got {value!r}")
+
+
+def non_negative(name: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is a number >= 0 (not a bool, not NaN)."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not float(value) >= 0:
+        raise ValueError(f"{name}: expected a number >= 0, got {value!r}")

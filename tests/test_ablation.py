@@ -110,7 +110,7 @@ def test_placebo_is_as_long_as_costs_move_keeps_the_losses_and_points_elsewhere(
 
 def test_random_moves_are_at_right_angles_to_every_task_gradient_they_are_fitted_on(study: Study) -> None:
     def look(problem: Any) -> None:
-        plain = cost_mtl.LoRATeleporter(solver=cost_mtl.LevelSet(corrections=0, settling=0))
+        plain = cost_mtl.LoRATeleporter(solver=cost_mtl.LevelSet(corrections=0, heldout_corrections=0))
         first, second = (random_move(problem, length, plain) for length in (0.3, 0.1))
         assert first.used == (0, 1)[: len(first.used)]
         assert [float(m.delta.norm()) for m in (first, second)] == pytest.approx([0.3, 0.1], rel=1e-4)

@@ -3,8 +3,7 @@
 from cost_mtl.teleport.dense import DenseTeleporter
 from cost_mtl.teleport.difference import DifferenceTeleporter
 from cost_mtl.teleport.lora import LoRATeleporter, NoAdaptableLayerError
-from cost_mtl.teleport.objectives.ascent import Sharpness, Sphere
-from cost_mtl.teleport.paper import Penalty
+from cost_mtl.teleport.paper import Penalty, Sharpness, Sphere
 from cost_mtl.teleport.problem import UnrepeatableClosureError
 from cost_mtl.teleport.solvers.level_set import LevelSet
 

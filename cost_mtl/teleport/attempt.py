@@ -6,7 +6,7 @@ One for all teleporters, so that none of them can be less careful than another.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,11 @@ from cost_mtl.distributed.collectives import broadcast_
 from cost_mtl.gradients.gramian import cosines, gramian, norms
 from cost_mtl.step.evaluate import Evaluation
 from cost_mtl.step.state import Progress
-from cost_mtl.teleport.base import Acceptance, Move, Teleporter, TeleportProblem, TeleportReport
-from cost_mtl.teleport.objectives import formulas as ob
+from cost_mtl.teleport.acceptance import better_length, judged
+from cost_mtl.teleport.base import ProposesInTurn, Teleporter, TeleportProblem, TeleportReport
+from cost_mtl.teleport.invariance import relative_change
+from cost_mtl.teleport.move import PLACEBO, Move
+from cost_mtl.teleport.objectives.base import Objective
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
 from cost_mtl.teleport.snapshot import Structure
 from cost_mtl.teleport.solvers.base import heldout_batch
@@ -72,8 +75,8 @@ class _Candidate:
     M: Tensor | None = None
     drift: float | None = None
     heldout: float | None = None
-    gained: str | None = None
-    """The objective that improved enough; None if none did."""
+    gained: Objective | None = None
+    """The objective that gained enough; None if none did."""
     notes: tuple[str, ...] = ()
 
 
@@ -108,12 +111,13 @@ def attempt(
             problem.reset()
             progress.sigma = sigma
 
-    undo_on_failure(partial(_as_it_was, problem, structure))  # also of what comes after it in the step
+    undo_on_failure(partial(_put_back, problem, structure))  # also of what comes after it in the step
     with undoing(undo):
         with problem.fate.shared():
-            move, candidate, reason, delta = _search(problem, teleporter, structure, out)
-            found = None if reason or candidate.evaluation is None else arrive(candidate.evaluation, delta)
-            report = _report(problem, move, candidate, reason, delta, found, time.perf_counter() - began)
+            tried = _search(problem, teleporter, structure, out)
+            there = tried.candidate.evaluation
+            found = None if tried.reason or there is None else arrive(there, tried.delta)
+            report = _report(problem, tried, found, time.perf_counter() - began)
             outcome = Outcome(report, found)
         if found is not None:
             progress.sigma = found.sigma
@@ -121,52 +125,78 @@ def attempt(
     return outcome
 
 
-def _as_it_was(problem: Problem, structure: Structure) -> None:
+def _put_back(problem: Problem, structure: Structure) -> None:
     structure.restore()
     problem.reset()
 
 
-def _search(
-    problem: Problem, teleporter: Teleporter, structure: Structure, out: Tensor | None
-) -> tuple[Move, _Candidate, str, Tensor]:
-    """The first move that holds, or the last one that did not: the move, what was seen there, why it is rejected
-    ("" if it is not), and Delta theta [m]. An accepted move's parameters are in place."""
+@dataclass(frozen=True)
+class _Tried:
+    """A move that was looked at.
+
+    Attributes:
+        move: as proposed.
+        delta: [m], the change of the parameters that was looked at last.
+        candidate: what was seen there.
+        reason: why it is rejected; "" if it is not.
+    """
+
+    move: Move
+    delta: Tensor
+    candidate: _Candidate
+    reason: str
+
+
+def _search(problem: Problem, teleporter: Teleporter, structure: Structure, out: Tensor | None) -> _Tried:
+    """The first move that holds, or the last one that did not. An accepted move's parameters are in place."""
     _require_repeatable(problem)
-    ask: Callable[[TeleportProblem], Move] = teleporter.propose
-    while True:
-        problem.reset()
-        with problem.fate.shared():
-            try:
-                move = _checked(ask(problem), problem)
-            finally:
-                structure.restore()
-                problem.reset()
-            delta = move.delta.to(problem.layout.device, problem.layout.dtype)
-        delta = broadcast_(delta, problem.group)
+    tried = _try(problem, partial(teleporter.propose, problem), structure, out)
+    if not isinstance(teleporter, ProposesInTurn):
+        return tried
+    with problem.fate.shared():
+        others = fallback_objectives(teleporter, problem, tried.move)
+    for objective in others:
+        if not tried.reason:
+            break
+        ask = partial(teleporter.propose_for, objective, problem, tried.move)
+        tried = _try(problem, ask, structure, out)
+    return tried
+
+
+def fallback_objectives(teleporter: ProposesInTurn, problem: TeleportProblem, first: Move) -> Sequence[Objective]:
+    """The objectives that are left where the first move is rejected: none where that was for another one than the
+    teleporter's first (a subclass may have overridden ``propose`` alone)."""
+    objectives = teleporter.objectives_in_turn(problem)
+    return objectives[1:] if objectives and objectives[0] == first.objective else ()
+
+
+def _try(problem: Problem, ask: Callable[[], Move], structure: Structure, out: Tensor | None) -> _Tried:
+    """Ask for a move at theta and look at it, and at another length of it where that may do."""
+    problem.reset()
+    with problem.fate.shared():
+        try:
+            move = _checked(ask(), problem)
+        finally:
+            structure.restore()
+            problem.reset()
+        delta = move.delta.to(problem.layout.device, problem.layout.dtype)
+    delta = broadcast_(delta, problem.group)
+    candidate, reason = _verify(problem, move, delta, out)
+    second = _along(problem, move, delta, candidate) if reason else None
+    if second is not None:
+        t, delta = second
         candidate, reason = _verify(problem, move, delta, out)
-        second = _along(problem, move, delta, candidate) if reason else None
-        if second is not None:
-            t, delta = second
-            candidate, reason = _verify(problem, move, delta, out)
-            candidate.notes = (*candidate.notes, f"at {t:.2f} of its length, for its objective")
-        if not reason or move.otherwise is None:
-            return move, candidate, reason, delta
-        ask = move.otherwise
+        candidate.notes = (*candidate.notes, f"at {t:.2f} of its length, for its objective")
+    return _Tried(move, delta, candidate, reason)
 
 
 def _along(problem: Problem, move: Move, delta: Tensor, candidate: _Candidate) -> tuple[float, Tensor] | None:
     """Another length, and the move of that length, where the losses were kept at delta [m] and the promise was not, if
     it may be kept there."""
-    if move.first_order is None or move.predicted is None or candidate.M is None or move.objective == "none":
+    if move.first_order is None or candidate.M is None or not bool(torch.isfinite(candidate.M).all()):
         return None
-    if not bool(torch.isfinite(candidate.M).all()):
-        return None
-    other = _other(move.objective)
-    gains = {objective: ob.gain(objective, problem.gramian, candidate.M) for objective in (move.objective, other)}
-    rule = move.acceptance
-    t = ob.along(
-        move.predicted, gains[move.objective], _least(move.objective, rule), -gains[other], abs(_least(other, rule))
-    )
+    with problem.fate.shared():
+        t = better_length(move, problem.gramian, candidate.M)
     if t is None:
         return None
     with problem.fate.shared():
@@ -175,17 +205,9 @@ def _along(problem: Problem, move: Move, delta: Tensor, candidate: _Candidate) -
     return t, broadcast_(there, problem.group)
 
 
-def _other(objective: str) -> str:
-    return "norm" if objective == "conflict" else "conflict"
-
-
-def _least(objective: str, rule: Acceptance) -> float:
-    return rule.min_angle if objective == "conflict" else rule.min_norm
-
-
 def _require_repeatable(problem: Problem) -> None:
     again = problem.evaluate(0)
-    change = ob.relative_change(problem.losses, again)
+    change = relative_change(problem.losses, again)
     if not change <= REPEATABLE:
         raise UnrepeatableClosureError(
             "closure: expected the same losses when it is called again at the same parameters under the same random "
@@ -200,6 +222,8 @@ def _checked(move: Any, problem: Problem) -> Move:
     for name, vector in (("delta", move.delta), ("first_order", move.first_order)):
         if vector is not None and vector.shape != (problem.layout.numel,):
             raise ValueError(f"{name}: expected shape [{problem.layout.numel}], got {list(vector.shape)}")
+    if not move.used or not set(move.used) <= set(range(problem.batches)):
+        raise ValueError(f"used: expected batches from 0 to {problem.batches - 1}, got {move.used}")
     return move
 
 
@@ -212,7 +236,7 @@ def _verify(problem: Problem, move: Move, delta: Tensor, out: Tensor | None) -> 
         return candidate, "; ".join(("the teleporter found no move", *move.notes))
     problem.place(delta)
     reason = _losses_kept(problem, move, candidate, heldout_batch(problem, move.used))
-    return candidate, reason or _promise_kept(problem, move, candidate, move.acceptance, out)
+    return candidate, reason or _promise_kept(problem, move, candidate, out)
 
 
 def _losses_kept(problem: Problem, move: Move, candidate: _Candidate, heldout: int | None) -> str:
@@ -223,76 +247,36 @@ def _losses_kept(problem: Problem, move: Move, candidate: _Candidate, heldout: i
         losses = problem.evaluate(batch)
         if batch == 0:
             candidate.losses = losses
-        drifts.append(ob.relative_change(references[batch], losses, rule.invariance))
+        drifts.append(relative_change(references[batch], losses, rule.invariance))
     candidate.drift = max(drifts)
     if not candidate.drift <= rule.tolerance:
         return f"{what} drifted by {candidate.drift:.2%}, more than the tolerance of {rule.tolerance:.2%}"
     if heldout is not None:
         if torch.equal(references[heldout], problem.losses):
             candidate.notes = (SAME_BATCH,)
-        candidate.heldout = ob.relative_change(references[heldout], problem.evaluate(heldout), rule.invariance)
+        candidate.heldout = relative_change(references[heldout], problem.evaluate(heldout), rule.invariance)
         if not candidate.heldout <= rule.tolerance_heldout:
             return (f"{what} drifted by {candidate.heldout:.2%} on a batch the move was not fitted on, more than the "
                     f"tolerance of {rule.tolerance_heldout:.2%}")  # fmt: skip
     return ""
 
 
-def _promise_kept(problem: Problem, move: Move, candidate: _Candidate, rule: Acceptance, out: Tensor | None) -> str:
+def _promise_kept(problem: Problem, move: Move, candidate: _Candidate, out: Tensor | None) -> str:
     candidate.evaluation = problem.measure(out)
     candidate.M = gramian(candidate.evaluation.gradients.matrix, dtype=torch.float64)
     if not bool(torch.isfinite(candidate.M).all()):
         return "the gradients at the new point are not finite"
-    if move.objective == "none":
-        return ""
-    reasons = []
-    for objective in (move.objective, *(o for o in ("conflict", "norm") if move.either and o != move.objective)):
-        reason = _gained(objective, problem.gramian, candidate.M, rule)
-        reason = reason or _harmed(_other(objective), problem.gramian, candidate.M, rule)
-        if not reason:
-            candidate.gained = objective
-            return ""
-        reasons.append(reason)
-    return "; ".join(reasons)
+    with problem.fate.shared():
+        candidate.gained, reason = judged(move, problem.gramian, candidate.M)
+    return reason
 
 
-def _gained(objective: str, before: Tensor, after: Tensor, rule: Acceptance) -> str:
-    """Why the objective has not improved enough, or ""."""
-    gain, least = ob.gain(objective, before, after), _least(objective, rule)
-    if gain >= least:
-        return ""
-    if objective == "conflict":
-        return f"{_change(objective, gain)}, and had to fall by {least:.3f}"
-    return f"{_change(objective, gain)}, and had to rise by {least:.1%}"
-
-
-def _harmed(objective: str, before: Tensor, after: Tensor, rule: Acceptance) -> str:
-    """Why the objective that the move was not made for has become too much worse, or ""."""
-    gain, most = ob.gain(objective, before, after), abs(_least(objective, rule))
-    if gain >= -most:
-        return ""
-    if objective == "conflict":
-        return f"{_change(objective, gain)}, and must not rise by more than {most:.3f}"
-    return f"{_change(objective, gain)}, and must not fall by more than {most:.1%}"
-
-
-def _change(objective: str, gain: float) -> str:
-    if objective == "conflict":
-        return f"the largest angle to the mean gradient changed by {-gain:+.4f} rad"
-    return f"the balanced gradient norms changed by {gain:+.2%}"
-
-
-def _report(
-    problem: Problem,
-    move: Move,
-    candidate: _Candidate,
-    reason: str,
-    delta: Tensor,
-    arrival: Arrival | None,
-    seconds: float,
-) -> TeleportReport:
+def _report(problem: Problem, tried: _Tried, arrival: Arrival | None, seconds: float) -> TeleportReport:
+    move, candidate, reason = tried.move, tried.candidate, tried.reason
     before, after = problem.gramian, candidate.M
     kept = "every loss" if move.acceptance.invariance == "each" else "the mean loss"
-    objective = candidate.gained or move.objective
+    judge = candidate.gained or move.judge
+    objective = PLACEBO if judge is None else judge.name
     theta = sum(float(t.double().square().sum()) for t in problem.theta) ** 0.5
     return TeleportReport(
         accepted=not reason,
@@ -311,7 +295,7 @@ def _report(
         seconds=seconds,
         skipped_layers=dict(move.skipped_layers),
         objective=objective,
-        length=float(delta.double().norm()) / theta if theta else 0.0,
+        length=float(tried.delta.double().norm()) / theta if theta else 0.0,
         notes=(*move.notes, *candidate.notes),
     )
 
@@ -322,5 +306,5 @@ def broken_off(losses: Tensor, M: Tensor) -> TeleportReport:
     return TeleportReport(
         accepted=False, reason="", losses_before=losses.double(), losses_after=None, norms_before=norms(M),
         norms_after=None, cosines_before=cosines(M), cosines_after=None, drift=None, drift_heldout=None, sigma=None,
-        inner_steps=0, closure_calls=0, seconds=0.0, skipped_layers={}, objective="none", length=0.0,
+        inner_steps=0, closure_calls=0, seconds=0.0, skipped_layers={}, objective=PLACEBO, length=0.0,
     )  # fmt: skip

@@ -1,16 +1,20 @@
-"""What a teleporter is handed and returns, what a move has to keep and to gain, and the report of an attempt."""
+"""What a teleporter is and is handed, what a move has to keep and to gain, and the report of an attempt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from cost_mtl._validation import positive
+from cost_mtl._validation import number, one_of, positive
+
+if TYPE_CHECKING:  # a teleporter is asked for a move, and a move is for an objective
+    from cost_mtl.teleport.move import Move
+    from cost_mtl.teleport.objectives.base import Objective
 
 # ------------------------------------------------------------------------------------------------ teleports
 
@@ -140,47 +144,9 @@ class Acceptance:
     def __post_init__(self) -> None:
         for name in ("tolerance", "tolerance_heldout"):
             positive(name, getattr(self, name))
-        if self.invariance not in ("each", "mean"):
-            raise ValueError(f"invariance: expected 'each' or 'mean', got {self.invariance!r}")
-
-
-@dataclass(frozen=True)
-class Move:
-    """A proposed change of the shared parameters, with its diagnostics.
-
-    Attributes:
-        delta: [m], in the order of ``problem.params``, added in each parameter's own dtype.
-        objective: what it was meant to improve, one of ``"conflict"`` (the smallest cosine with the mean gradient),
-            ``"norm"`` (the balanced gradient norms) or ``"none"`` (a placebo: accepted on drift alone).
-        either: an improvement of the other objective will do as well (the objective was chosen for where the model
-            stands, not by the user).
-        otherwise: asked for another move if this one is rejected; None: there is no other.
-        used: the batches that the move was fitted on; the transaction checks the drift on these and on one more.
-        inner_steps: optimisation steps taken inside.
-        skipped_layers: name -> why a layer of the shared part took no part.
-        notes: anything else worth reporting (a fallback taken, say).
-        acceptance: what the move has to keep and to gain.
-        first_order: [m], the part of delta that is proportional to the length of the move, where the rest (corrections)
-            goes with its square: t first_order + t^2 (delta - first_order) is the same move at t of its length. Where
-            the losses are kept and the promise is not, one such is looked at, if it may keep it. None: none is.
-        predicted: with ``first_order``, what the move gains to first order: radians, or a relative rise of the norms.
-    """
-
-    delta: Tensor
-    objective: str
-    either: bool = False
-    used: tuple[int, ...] = (0,)
-    inner_steps: int = 1
-    skipped_layers: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    otherwise: Callable[[TeleportProblem], Move] | None = None
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    first_order: Tensor | None = None
-    predicted: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.objective not in ("conflict", "norm", "none"):
-            raise ValueError(f"objective: expected 'conflict', 'norm' or 'none', got {self.objective!r}")
+        for name in ("min_angle", "min_norm"):
+            number(name, getattr(self, name))
+        one_of("invariance", self.invariance, ("each", "mean"))
 
 
 @runtime_checkable
@@ -188,6 +154,21 @@ class Teleporter(Protocol):
     """Proposes a move. Snapshot, verification, acceptance and restoring are COST's, the same for all teleporters."""
 
     def propose(self, problem: TeleportProblem, /) -> Move: ...
+
+
+@runtime_checkable
+class ProposesInTurn(Teleporter, Protocol):
+    """A teleporter with more than one objective to try: where the move that ``propose`` made for the first is rejected,
+    the transaction asks for one for the next, and so on."""
+
+    def objectives_in_turn(self, problem: TeleportProblem, /) -> Sequence[Objective]:
+        """The objectives; the first is that of ``propose``."""
+        ...
+
+    def propose_for(self, objective: Objective, problem: TeleportProblem, rejected: Move, /) -> Move:
+        """A move for one of the others. ``rejected`` is the move before, which was rejected: what it has found out
+        (the layers to be skipped, say) need not be found again."""
+        ...
 
 
 @runtime_checkable
@@ -223,7 +204,8 @@ class TeleportReport:
         closure_calls: evaluations of the closure that the teleport cost.
         seconds: wall time.
         skipped_layers: name -> why a shared layer took no part.
-        objective: what the accepted move has improved, or a rejected one was meant to (see :class:`Move`).
+        objective: what the accepted move has improved, or a rejected one was meant to (see
+            :class:`cost_mtl.Move`); ``"none"``: nothing.
         length: ||delta|| / ||theta|| of the last candidate checked.
         notes: remarks of the teleporter.
     """

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from cost_mtl._validation import at_least
-from cost_mtl.teleport.base import Acceptance, Move, TeleportProblem
-from cost_mtl.teleport.coordinates.difference import DifferenceSpace
-from cost_mtl.teleport.objectives.ascent import Objective
-from cost_mtl.teleport.settings import check_settings, objectives
-from cost_mtl.teleport.solvers.base import Solver, propose
-from cost_mtl.teleport.solvers.level_set import LevelSet
+from cost_mtl.teleport.base import TeleportProblem
+from cost_mtl.teleport.coordinates.difference import DifferenceCoordinates
+from cost_mtl.teleport.move import Move
+from cost_mtl.teleport.objectives.base import Objective
+from cost_mtl.teleport.settings import MoveSettings
+from cost_mtl.teleport.solvers.base import make_move
 
 
 @dataclass(frozen=True)
-class DifferenceTeleporter:
+class _Iterates:
+    """The fields that come before those of :class:`MoveSettings`: dataclasses take the last base's first."""
+
+    directions: int = 4
+    every: int = 50
+
+
+@dataclass(frozen=True)
+class DifferenceTeleporter(MoveSettings, _Iterates):
     """Moves along theta_t - theta_{t-k}, one coefficient per block and direction, with the objectives and constraints
     of the other teleporters. The training-time form of DV-BASI's difference vectors (arXiv 2511.17987), which are
     there used to go on after a merge.
@@ -31,27 +39,25 @@ class DifferenceTeleporter:
         objective, solver, acceptance, tolerance, invariance: as for :class:`~cost_mtl.LoRATeleporter`.
     """
 
-    directions: int = 4
-    every: int = 50
-    objective: str | Objective = "auto"
-    solver: Solver = field(default_factory=LevelSet)
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    tolerance: float | None = None
-    invariance: Literal["each", "mean"] | None = None
-
-    def __post_init__(self) -> None:
+    def __post_init__(self, tolerance: float | None, invariance: Literal["each", "mean"] | None) -> None:
+        super().__post_init__(tolerance, invariance)
         for name in ("directions", "every"):
             at_least(name, getattr(self, name), 1)
-        check_settings(self)
 
     def propose(self, problem: TeleportProblem, /) -> Move:
-        return self._move(objectives(self, problem.gramian), problem)
+        return self._move(self.objectives_in_turn(problem)[0], problem)
 
-    def _move(self, choices: tuple[Objective, ...], problem: TeleportProblem) -> Move:
+    def propose_for(self, objective: Objective, problem: TeleportProblem, rejected: Move, /) -> Move:
+        return self._move(objective, problem)
+
+    def objectives_in_turn(self, problem: TeleportProblem, /) -> tuple[Objective, ...]:
+        objectives = super().objectives_in_turn(problem)
+        return objectives if problem.iterates else objectives[:1]  # no other one would find a move either
+
+    def _move(self, objective: Objective, problem: TeleportProblem) -> Move:
         if not problem.iterates:
             nothing = torch.zeros(sum(p.numel() for p in problem.params))
-            return Move(
-                nothing, choices[0].promise, notes=(f"there is no earlier iterate yet (one every {self.every})",)
-            )
-        auto = self.objective == "auto"
-        return propose(problem, DifferenceSpace(problem), choices, self.solver, self.acceptance, auto, self._move)
+            return Move(nothing, objective, notes=(f"there is no earlier iterate yet (one every {self.every})",))
+        return make_move(
+            problem, DifferenceCoordinates(problem), objective, self.solver, self.acceptance, either=self.any_standard
+        )

@@ -96,7 +96,7 @@ class TeleportDriver:
             return True
         progress.last_asked = progress.step
         with problem.fate.shared():
-            return self.conflict(problem.look_at(1).cpu())
+            return self.conflict(problem.gramian_at_theta(1).cpu())
 
     def run(
         self,

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
 from cost_mtl._validation import at_least
-from cost_mtl.teleport.base import Acceptance, Move, TeleportProblem
+from cost_mtl.teleport.base import TeleportProblem
 from cost_mtl.teleport.coordinates.adapters import adapters, refused_layers, unfit_layers
 from cost_mtl.teleport.coordinates.layers import Layer, shared_layers
-from cost_mtl.teleport.objectives.ascent import Objective
-from cost_mtl.teleport.settings import check_settings, objectives
-from cost_mtl.teleport.solvers.base import Solver, propose
-from cost_mtl.teleport.solvers.level_set import LevelSet
+from cost_mtl.teleport.move import Move
+from cost_mtl.teleport.objectives.base import Objective
+from cost_mtl.teleport.settings import MoveSettings
+from cost_mtl.teleport.solvers.base import make_move
 
 
 class NoAdaptableLayerError(ValueError):
@@ -27,7 +27,15 @@ RANK = 5
 
 
 @dataclass(frozen=True)
-class LoRATeleporter:
+class _Adapter:
+    """The fields that come before those of :class:`MoveSettings`: dataclasses take the last base's first."""
+
+    rank: int = RANK
+    peft_config: Any = None
+
+
+@dataclass(frozen=True)
+class LoRATeleporter(MoveSettings, _Adapter):
     """Delta theta as a low-rank PEFT adapter on the shared Linear and Conv layers, merged afterwards (COST, Eqns 5-11).
 
     The paper trains the adapter by Adam on loss invariance minus gamma times sharpness (``solver=Penalty()``), which
@@ -42,26 +50,19 @@ class LoRATeleporter:
         objective: ``"auto"`` (default): the conflict objective, and if its move is rejected the norm objective; the
             other way round where a cosine has no gradient (opposite or equal directions). ``"conflict"``: the smallest
             cos(g_i, g_0); ``"norm"``: the balanced gradient norms, the paper's aim. Also ``"conflict-exact"``,
-            ``"norm-exact"``, ``"sharpness"``, ``"sphere"``, or an object: see ``cost_mtl.teleport.objectives.ascent``.
+            ``"norm-exact"``, ``"sharpness"``, ``"sphere"``, or an object: see ``cost_mtl.teleport.objectives.base``.
         solver: :class:`~cost_mtl.LevelSet` (default) or :class:`~cost_mtl.Penalty`, the paper's.
         acceptance: what the move has to keep and to gain.
-        tolerance, invariance: shorthands for ``acceptance.tolerance`` and ``acceptance.invariance``.
+        tolerance, invariance: shorthands for ``Acceptance(tolerance=..., invariance=...)``, refused beside an
+            ``acceptance`` that says something else.
 
     Raises:
         NoAdaptableLayerError: in ``propose``.
     """
 
-    rank: int = RANK
-    peft_config: Any = None
-    objective: str | Objective = "auto"
-    solver: Solver = field(default_factory=LevelSet)
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    tolerance: float | None = None
-    invariance: Literal["each", "mean"] | None = None
-
-    def __post_init__(self) -> None:
+    def __post_init__(self, tolerance: float | None, invariance: Literal["each", "mean"] | None) -> None:
+        super().__post_init__(tolerance, invariance)
         at_least("rank", self.rank, 1)
-        check_settings(self)
         if self.peft_config is not None:
             _check_config(self.peft_config)
             if self.rank != RANK:
@@ -85,20 +86,31 @@ class LoRATeleporter:
             skipped |= unfit
             layers = [layer for layer in layers if layer.name not in unfit]
             _require(layers, skipped)
-        return self._move(layers, skipped, config, objectives(self, problem.gramian), problem)
+        return self._move(layers, skipped, config, self.objectives_in_turn(problem)[0], problem)
+
+    def propose_for(self, objective: Objective, problem: TeleportProblem, rejected: Move, /) -> Move:
+        layers, _ = shared_layers([problem.model], problem.params)
+        fit = [layer for layer in layers if layer.name not in rejected.skipped_layers]
+        return self._move(fit, rejected.skipped_layers, self._config(), objective, problem)
 
     def _move(
         self,
         layers: list[Layer],
-        skipped: dict[str, str],
+        skipped: Mapping[str, str],
         config: Any,
-        choices: tuple[Objective, ...],
+        objective: Objective,
         problem: TeleportProblem,
     ) -> Move:
-        again = partial(self._move, layers, skipped, config)
-        auto = self.objective == "auto"
-        with adapters(problem, layers, config, plain_lora=self.peft_config is None) as space:
-            return propose(problem, space, choices, self.solver, self.acceptance, auto, again, skipped)
+        with adapters(problem, layers, config, plain_lora=self.peft_config is None) as coordinates:
+            return make_move(
+                problem,
+                coordinates,
+                objective,
+                self.solver,
+                self.acceptance,
+                either=self.any_standard,
+                skipped_layers=skipped,
+            )
 
     def _config(self) -> Any:
         if self.peft_config is not None:

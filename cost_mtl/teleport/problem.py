@@ -1,4 +1,4 @@
-"""The landscape that a teleporter works on (:class:`cost_mtl.base.TeleportProblem`)."""
+"""The landscape that a teleporter works on (:class:`~cost_mtl.teleport.base.TeleportProblem`)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Tally:
 
 @dataclass
 class Problem:
-    """Implements :class:`cost_mtl.base.TeleportProblem`, whose docstrings apply.
+    """Implements :class:`~cost_mtl.teleport.base.TeleportProblem`, whose docstrings apply.
 
     Attributes:
         own: the other trainable parameters, whose gradients are wanted at an accepted point.
@@ -111,7 +111,7 @@ class Problem:
                 self._references[batch] = _finite(batch, self.evaluate(batch), "a loss")
         return self._references[batch]
 
-    def look_at(self, batch: int) -> Tensor:
+    def gramian_at_theta(self, batch: int) -> Tensor:
         """M [K, K], float64, on an earlier batch while the model stands at theta. Losses and gradients are kept for the
         teleporter that needs them next."""
         losses, G = self.evaluate_gradients(batch)

@@ -39,14 +39,14 @@ def test_lora_gradients_from_the_weights_gradients_are_those_of_autograd(build, 
     problem = problem_of(model, x, ys)
     problem.closures.append([lambda: losses(model, x.flip(0) * 1.5, ys)])
     if batch:
-        problem.look_at(batch)
+        problem.gramian_at_theta(batch)
     layers, _ = shared_layers([model], problem.params)
-    with adapters(problem, layers, LoraConfig(r=3, lora_alpha=7), plain_lora=True) as space:
+    with adapters(problem, layers, LoraConfig(r=3, lora_alpha=7), plain_lora=True) as coordinates:
         before = problem.calls
-        quick_losses, quick = space.gradients(batch)
+        quick_losses, quick = coordinates.gradients(batch)
         assert problem.calls == before
-        space.plain_lora = False
-        slow_losses, slow = space.gradients(batch)
+        coordinates.plain_lora = False
+        slow_losses, slow = coordinates.gradients(batch)
     assert torch.equal(quick_losses, slow_losses)
     assert slow.abs().max() > 0
     torch.testing.assert_close(quick, slow, rtol=1e-4, atol=1e-6)
@@ -189,9 +189,9 @@ def test_an_adapters_own_dropout_does_not_shift_the_models_masks(kind):
     problem = problem_of(model, x, ys)
     layers, _ = shared_layers([model], problem.params)
     plain = problem.evaluate(0)
-    with adapters(problem, layers, config) as space:
+    with adapters(problem, layers, config) as coordinates:
         torch.testing.assert_close(problem.evaluate(0), plain, rtol=1e-5, atol=0)
-        space.place(torch.full_like(space.origin, 1e-6))
+        coordinates.place(torch.full_like(coordinates.origin, 1e-6))
         torch.testing.assert_close(problem.evaluate(0), plain, rtol=1e-3, atol=0)
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(problem.evaluate(0), plain)
@@ -214,7 +214,7 @@ def test_gradients_of_a_second_batch_are_let_go_whether_they_are_of_use_or_not()
         model, (x, ys) = mlp(2), data(2)
         problem = problem_of(model, x, ys)
         problem.closures.append([lambda: losses(model, x * 2, ys)])  # noqa: B023
-        problem.look_at(1)
-        with adapters(problem, shared_layers([model], problem.params)[0], config) as space:
-            space.gradients(1)
+        problem.gramian_at_theta(1)
+        with adapters(problem, shared_layers([model], problem.params)[0], config) as coordinates:
+            coordinates.gradients(1)
         assert problem.known_gradients(1) is None

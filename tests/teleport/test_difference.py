@@ -8,7 +8,7 @@ import torch
 
 import cost_mtl
 from cost_mtl import Acceptance, DifferenceTeleporter, TeleportSchedule
-from cost_mtl.teleport.coordinates.difference import DifferenceSpace
+from cost_mtl.teleport.coordinates.difference import DifferenceCoordinates
 from tests.nets import conflicting, losses
 from tests.teleport.test_adapters import problem_of
 
@@ -17,34 +17,34 @@ def space_at_theta():
     model, x, ys = conflicting()
     problem = problem_of(model, x, ys)
     problem.iterates = [torch.randn(problem.layout.numel) for _ in range(2)]
-    return problem, DifferenceSpace(problem)
+    return problem, DifferenceCoordinates(problem)
 
 
 def test_gradients_are_those_of_the_losses_in_the_coefficients():
-    problem, space = space_at_theta()
-    _, J = space.gradients(0)
+    problem, coordinates = space_at_theta()
+    _, J = coordinates.gradients(0)
     step = 1e-3
     for n in (0, 3, J.shape[1] - 1):
         values = []
         for sign in (1, -1):
             phi = torch.zeros(J.shape[1])
             phi[n] = sign * step
-            space.place(phi)
+            coordinates.place(phi)
             values.append(problem.evaluate(0))
         torch.testing.assert_close((values[0] - values[1]) / (2 * step), J[:, n].double(), rtol=2e-2, atol=1e-3)
-    space.place(torch.zeros(J.shape[1]))
-    assert space.length() == 0.0
+    coordinates.place(torch.zeros(J.shape[1]))
+    assert coordinates.length() == 0.0
 
 
 def test_a_move_stays_in_the_span_of_the_differences():
-    problem, space = space_at_theta()
-    phi = torch.randn(space.gradients(0)[1].shape[1])
-    space.place(phi)
-    delta = space.delta()
+    problem, coordinates = space_at_theta()
+    phi = torch.randn(coordinates.gradients(0)[1].shape[1])
+    coordinates.place(phi)
+    delta = coordinates.delta()
     start = 0
     for p in problem.params:
         block = slice(start, start + p.numel())
-        basis = torch.stack([(space.theta - h)[block] for h in problem.iterates], dim=1)
+        basis = torch.stack([(coordinates.theta - h)[block] for h in problem.iterates], dim=1)
         fit = basis @ torch.linalg.lstsq(basis, delta[block, None]).solution
         torch.testing.assert_close(fit[:, 0], delta[block], rtol=1e-3, atol=1e-4)
         start = block.stop

@@ -5,11 +5,12 @@ import torch
 
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, DifferenceTeleporter, LoRATeleporter, Penalty
-from cost_mtl.teleport.coordinates.dense import DenseSpace
-from cost_mtl.teleport.objectives.ascent import named
+from cost_mtl.teleport.coordinates.dense import DenseCoordinates
+from cost_mtl.teleport.objectives.base import in_loss_units
 from cost_mtl.teleport.paper import descend, invariance_gradient
+from cost_mtl.teleport.settings import named
 from tests.nets import conflicting, losses
-from tests.teleport.test_ascent import K, Reference, balance
+from tests.teleport.test_slopes import K, Reference, balance
 from tests.teleport.test_transaction import Everything, f32_convnet
 
 
@@ -18,11 +19,11 @@ def test_its_steps_are_adam_on_invariance_minus_gamma_times_the_objective(invari
     """Exact gradient norms, five steps, against the objective written out and differentiated as a whole."""
     reference = Reference()
     problem = reference.problem()
-    space = DenseSpace(problem)
-    theta = space.theta.clone()
+    coordinates = DenseCoordinates(problem)
+    theta = coordinates.theta.clone()
     settings = Penalty(gamma=0.3, lr=1e-2, steps=5)
     rule = Acceptance(invariance=invariance)
-    got = descend(problem, space, named("norm-exact"), rule, settings)
+    got = descend(problem, coordinates, named("norm-exact"), rule, settings)
 
     start = reference.losses(theta).detach()
     delta = torch.zeros_like(theta).requires_grad_()
@@ -57,7 +58,7 @@ def test_gradient_of_the_invariance_term(relative):
 
 
 def test_loss_units_decide_whether_the_invariance_term_is_relative():
-    assert {name: named(name).loss_units for name in ("sphere", "sharpness", "norm", "conflict-exact")} == {
+    assert {name: in_loss_units(named(name)) for name in ("sphere", "sharpness", "norm", "conflict-exact")} == {
         "sphere": True, "sharpness": True, "norm": False, "conflict-exact": False,
     }  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, LevelSet, LoRATeleporter, Move
 from cost_mtl.gradients.gramian import gramian
-from cost_mtl.teleport.objectives import formulas as ob
+from cost_mtl.teleport.acceptance import LONGEST, SHORTEST, along
 from tests.nets import conflicting, data, losses, mlp
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # plain scripts, not an installed package
@@ -120,12 +120,12 @@ def test_a_move_for_the_norms_that_opens_a_conflict(allowed):
     ],
 )
 def test_the_length_that_is_looked_at(predicted, found, least, harm, allowed, gain, want):
-    t = ob.along(predicted, found, least, harm, allowed)
+    t = along(predicted, found, least, [(0.0, 1.0), (harm, allowed)])
     assert (t is not None) is want
     if want:
         assert gain(t) >= least
         assert harm * t <= allowed
-        assert ob.SHORTEST_LOOK <= t <= ob.LONGEST_LOOK
+        assert SHORTEST <= t <= LONGEST
 
 
 def test_a_move_that_overshoots_is_accepted_shorter():
@@ -196,7 +196,7 @@ def test_the_predicted_gain_is_the_derivative_along_the_line(name):
             step = 1e-3 * move.first_order
             with problem.at(step):
                 _, G = problem.evaluate_gradients(0)
-            found["gain"] = ob.gain(move.objective, problem.gramian, gramian(G, dtype=torch.float64)) / 1e-3
+            found["gain"] = move.judge.gain(problem.gramian, gramian(G, dtype=torch.float64)) / 1e-3
             found["predicted"] = move.predicted
             return move
 

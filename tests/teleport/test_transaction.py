@@ -182,9 +182,13 @@ def test_a_second_move_is_asked_for_at_theta():
     class Twice(Fixed):
         def propose(self, problem):
             seen.append([p.detach().clone() for p in problem.params])
-            return Move(1e-4 * torch.ones(sum(p.numel() for p in problem.params)), "norm", otherwise=self.again)
+            return Move(1e-4 * torch.ones(sum(p.numel() for p in problem.params)), "norm")
 
-        def again(self, problem):
+        def objectives_in_turn(self, problem):
+            return "norm", "none"
+
+        def propose_for(self, objective, problem, rejected):
+            assert (objective, rejected.objective) == ("none", "norm")
             seen.append([p.detach().clone() for p in problem.params])
             return Move(1e-5 * torch.ones(sum(p.numel() for p in problem.params)), "none")
 

@@ -22,8 +22,8 @@ IDENTITY_TOLERANCE = 1e-3
 """Largest relative difference between a layer's output with and without its fresh adapter."""
 
 
-class AdapterSpace:
-    """phi = the adapters' trainable parameters, relative to their initial values (a :class:`level_set.Space`).
+class AdapterCoordinates:
+    """phi = the adapters' trainable parameters, relative to their initial values (a :class:`level_set.Coordinates`).
 
     PEFT is given a tree of modules that holds the target layers alone, under their names in the model; its adapters
     are then put in the layers' places in the model. So it neither sees nor changes (flags, modes, attributes) any
@@ -146,7 +146,7 @@ class AdapterSpace:
 @contextmanager
 def adapters(
     problem: TeleportProblem, layers: Sequence[Layer], config: Any, *, plain_lora: bool = False
-) -> Iterator[AdapterSpace]:
+) -> Iterator[AdapterCoordinates]:
     """Adapters on the given layers, seeded by ``problem.generator``; whatever happens, the model comes out with the
     modules, flags and storages it had.
 
@@ -180,7 +180,7 @@ def adapters(
             layer.module.train(training)
             for parent, child in layer.places:
                 parent._modules[child] = wrapped
-        yield AdapterSpace(problem, layers, tuner, plain_lora=plain_lora)
+        yield AdapterCoordinates(problem, layers, tuner, plain_lora=plain_lora)
 
 
 def _tree(layers: Sequence[Layer]) -> nn.Module:
@@ -214,10 +214,10 @@ def unfit_layers(problem: TeleportProblem, layers: Sequence[Layer], config: Any)
     PEFT's OFT, for one, is far from the identity on convolutions with a kernel larger than 1.
     """
     reasons = {layer.name: "its forward is not called" for layer in layers}
-    with adapters(problem, layers, config) as space:
+    with adapters(problem, layers, config) as coordinates:
         # The hooks are on the adapters, and go with them: nothing to be undone.
         for layer in layers:
-            space.tuner.model.get_submodule(layer.name).register_forward_hook(_identity_check(layer, reasons))
+            coordinates.tuner.model.get_submodule(layer.name).register_forward_hook(_identity_check(layer, reasons))
         problem.evaluate(0)
     return {name: reason for name, reason in reasons.items() if reason}
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Space(Protocol):
+class Coordinates(Protocol):
     """Coordinates phi [n] of a move of the shared parameters; phi = 0 is theta itself."""
 
     def gradients(self, batch: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ def preconditioner(scale: Tensor | None, ratio: float = 10.0) -> Tensor | None:
     return 1 / (scale / positive.median()).clamp(1 / ratio, ratio)
 
 
-class DenseSpace:
+class DenseCoordinates:
     """phi = Delta theta itself, with the base optimizer's own scale as the metric."""
 
     def __init__(self, problem: TeleportProblem) -> None:
@@ -38,7 +38,7 @@ class DenseSpace:
         return known if known is not None and self.here is None else self.problem.evaluate_gradients(batch)
 
     def task_gradients(self, batch: int) -> Tensor:
-        return DenseSpace.gradients(self, batch)[1]
+        return DenseCoordinates.gradients(self, batch)[1]
 
     def gradients_at(self, delta: Tensor, batch: int, tasks: Sequence[Sequence[int]]) -> Tensor:
         with self._displaced(delta):

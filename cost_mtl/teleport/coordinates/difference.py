@@ -9,10 +9,10 @@ from torch import Tensor
 
 from cost_mtl.gradients.reductions import norm
 from cost_mtl.teleport.base import TeleportProblem
-from cost_mtl.teleport.coordinates.dense import DenseSpace
+from cost_mtl.teleport.coordinates.dense import DenseCoordinates
 
 
-class DifferenceSpace(DenseSpace):
+class DifferenceCoordinates(DenseCoordinates):
     """phi: one coefficient per earlier iterate and block (parameter tensor), n = H B. The direction of (h, b) is block
     b of theta - theta_h, scaled to unit length."""
 

@@ -1,23 +1,23 @@
-"""From an objective to a move: what every solver shares, and the fallback from one objective to the next."""
+"""From an objective to a move: what every solver shares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from cost_mtl.gradients import reductions
-from cost_mtl.teleport.base import Acceptance, Move, TeleportProblem
-from cost_mtl.teleport.coordinates.base import Space
-from cost_mtl.teleport.objectives.ascent import Objective
+from cost_mtl.teleport.base import Acceptance, TeleportProblem
+from cost_mtl.teleport.coordinates.base import Coordinates
+from cost_mtl.teleport.move import Move
+from cost_mtl.teleport.objectives.base import Objective
 
 
 @dataclass(frozen=True)
 class Line:
-    """How a move shrinks: see :class:`~cost_mtl.base.Move`."""
+    """How a move shrinks: see :class:`~cost_mtl.Move`."""
 
     first_order: Tensor
     predicted: float
@@ -37,43 +37,43 @@ class Result:
 
 @runtime_checkable
 class Solver(Protocol):
-    """Finds a move in the coordinates of a space. The object holds settings only."""
+    """Finds a move in given coordinates. The object holds settings only."""
 
     def choices(self, M: Tensor, /) -> tuple[Objective, ...]:
         """The objectives that ``objective="auto"`` tries in turn, from the Gramian M [K, K]."""
         ...
 
-    def solve(self, problem: TeleportProblem, space: Space, objective: Objective, rule: Acceptance, /) -> Result:
+    def solve(
+        self, problem: TeleportProblem, coordinates: Coordinates, objective: Objective, rule: Acceptance, /
+    ) -> Result:
         """The move; the model may be left anywhere."""
         ...
 
 
-def propose(
+def make_move(
     problem: TeleportProblem,
-    space: Space,
-    objectives: Sequence[Objective],
+    coordinates: Coordinates,
+    objective: Objective,
     solver: Solver,
     rule: Acceptance,
+    *,
     either: bool,
-    again: Callable[[tuple[Objective, ...], TeleportProblem], Move],
     skipped_layers: Mapping[str, str] | None = None,
 ) -> Move:
-    """The move for the first objective; ``again(the others, problem)`` is asked for one if it is rejected.
+    """The solver's move for an objective.
 
     Args:
-        either: an improvement of another objective than the move's own will do (``objective="auto"``).
+        either: an improvement of another standard objective will do as well (``objective="auto"``).
     """
-    result = solver.solve(problem, space, objectives[0], rule)
-    others = tuple(objectives[1:])
+    result = solver.solve(problem, coordinates, objective, rule)
     return Move(
         result.delta,
-        objectives[0].promise,
+        objective,
         either=either,
         used=result.used,
         inner_steps=result.inner_steps,
         skipped_layers=skipped_layers or {},
         notes=result.notes,
-        otherwise=partial(again, others) if others else None,
         acceptance=rule,
         first_order=None if result.line is None else result.line.first_order,
         predicted=None if result.line is None else result.line.predicted,

@@ -4,7 +4,7 @@ By default all of it is first order (no double backward), so fused attention and
 
 1. J: gradients of every task's loss on each constraint batch, in the coordinates phi of the move (of the mean loss
    alone under ``invariance="mean"``).
-2. Ascent direction u of the objective (``cost_mtl.teleport.objectives.ascent``).
+2. Ascent direction u of the objective (``cost_mtl.teleport.objectives``).
 3. s = P u made orthogonal to J (J s = 0), P a diagonal metric: no loss changes to first order.
 4. A step as long as u . s predicts that the objective needs (a resolved conflict, a clearly larger norm), at most
    length * ||theta||, then Gauss-Newton corrections that bring every loss back to where it was to second order. If a
@@ -19,17 +19,20 @@ where the losses are kept and the promise is not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import InitVar, dataclass
 
 import torch
 from torch import Tensor
 
 from cost_mtl._validation import at_least, positive
 from cost_mtl.teleport.base import Acceptance, TeleportProblem
-from cost_mtl.teleport.coordinates.base import Space
-from cost_mtl.teleport.objectives import formulas as ob
-from cost_mtl.teleport.objectives.ascent import Objective, Standpoint, named
+from cost_mtl.teleport.coordinates.base import Coordinates
+from cost_mtl.teleport.invariance import kept_rows, mean_rise, relative_change
+from cost_mtl.teleport.objectives import standard_objectives
+from cost_mtl.teleport.objectives.base import Objective, ObjectiveContext
 from cost_mtl.teleport.solvers.base import Line, Result, heldout_batch, norm, theta_norm, used_batches
+from cost_mtl.teleport.solvers.projection import project_out, restore_step
 
 LEAST_CUT, LARGEST_CUT = 0.5, 0.85
 """Bounds of the factor by which a step that left the tolerance is shortened. A long step's drift grows faster than its
@@ -61,8 +64,10 @@ class LevelSet:
         constraints: earlier batches whose losses are kept as well, beside the current one, where COST has them.
             Default 1: each costs about an ordinary step or two, and lets the held-out tolerance be met by longer moves
             (docs/teleport.md has the curve).
-        settling: most further corrections that bring the mean of the held-out losses back where it rose, by lowering
-            those on the used batches within their tolerance. Default 2: the second follows the first one's secant.
+        heldout_corrections: most further corrections that bring the mean of the held-out losses back where it rose, by
+            lowering those on the used batches within their tolerance. Default 2: the second follows the first one's
+            secant.
+        settling: the old name of ``heldout_corrections``; deprecated.
     """
 
     length: float = 1.0
@@ -71,21 +76,28 @@ class LevelSet:
     halvings: int = 6
     epsilon: float = 0.01
     constraints: int = 1
-    settling: int = 2
+    heldout_corrections: int = 2
+    settling: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, settling: int | None) -> None:
+        if settling is not None:
+            warnings.warn("settling: deprecated, use heldout_corrections", DeprecationWarning, stacklevel=3)
+            at_least("settling", settling, 0)
+            object.__setattr__(self, "heldout_corrections", settling)
         for name in ("length", "shortest", "epsilon"):
             positive(name, getattr(self, name))
-        for name in ("corrections", "halvings", "constraints", "settling"):
+        for name in ("corrections", "halvings", "constraints", "heldout_corrections"):
             at_least(name, getattr(self, name), 0)
 
     def choices(self, M: Tensor) -> tuple[Objective, ...]:
         """``objective="auto"``: the conflict first where it has a usable gradient, else the norm first."""
-        return tuple(named(name) for name in ob.order(M))
+        return standard_objectives(M)
 
-    def solve(self, problem: TeleportProblem, space: Space, objective: Objective, rule: Acceptance) -> Result:
+    def solve(
+        self, problem: TeleportProblem, coordinates: Coordinates, objective: Objective, rule: Acceptance
+    ) -> Result:
         """:func:`climb`."""
-        return climb(problem, space, objective, rule, self)
+        return climb(problem, coordinates, objective, rule, self)
 
 
 @dataclass(frozen=True)
@@ -103,30 +115,32 @@ class _Constraints:
     theta_norm: float
 
 
-def climb(problem: TeleportProblem, space: Space, objective: Objective, rule: Acceptance, settings: LevelSet) -> Result:
+def climb(
+    problem: TeleportProblem, coordinates: Coordinates, objective: Objective, rule: Acceptance, settings: LevelSet
+) -> Result:
     """Move along the level set towards a better objective; see the top of the file. The model is left there."""
     used = used_batches(problem, settings.constraints)
     heldout = heldout_batch(problem, used)
     # Asked for while the model stands at theta, and then remembered.
     start = tuple(problem.reference(batch) for batch in (*used, *([] if heldout is None else [heldout])))[: len(used)]
-    rows = [space.gradients(batch)[1] for batch in used]
-    J = torch.cat([ob.kept(row, rule.invariance) for row in rows])
+    rows = [coordinates.gradients(batch)[1] for batch in used]
+    J = torch.cat([kept_rows(row, rule.invariance) for row in rows])
     length = theta_norm(problem)
-    kept = _Constraints(used, start, heldout, J, space.metric(torch.cat(rows)), rule, length)
-    slope = objective.slope(Standpoint(problem, space, 0, rows[0], length, settings.epsilon))
+    kept = _Constraints(used, start, heldout, J, coordinates.metric(torch.cat(rows)), rule, length)
+    slope = objective.slope(ObjectiveContext(problem, coordinates, 0, rows[0], length, settings.epsilon))
     u = slope.gradient
-    s = ob.project_out(J, u, kept.metric)
+    s = project_out(J, u, kept.metric)
     rise = float(u @ s)
-    found = _step(problem, space, s, slope.wanted / rise, kept, settings) if norm(s) > 1e-6 * norm(u) else None
+    found = _step(problem, coordinates, s, slope.wanted / rise, kept, settings) if norm(s) > 1e-6 * norm(u) else None
     if found is None:
         notes = (*slope.notes, "no step improves the objective and keeps every loss inside the tolerance")
-        space.place(torch.zeros_like(u))
-        return Result(space.delta(), used, 1, notes)
+        coordinates.place(torch.zeros_like(u))
+        return Result(coordinates.delta(), used, 1, notes)
     phi, scale = found
-    space.place(scale * s)
-    line = Line(space.delta(), scale * rise * slope.rate)
-    space.place(phi)
-    return Result(space.delta(), used, 1, slope.notes, line)
+    coordinates.place(scale * s)
+    line = Line(coordinates.delta(), scale * rise * slope.rate)
+    coordinates.place(phi)
+    return Result(coordinates.delta(), used, 1, slope.notes, line)
 
 
 PROBE = 0.005
@@ -135,45 +149,45 @@ for the parameters' own resolution."""
 
 
 def _step(
-    problem: TeleportProblem, space: Space, s: Tensor, wanted: float, kept: _Constraints, settings: LevelSet
+    problem: TeleportProblem, coordinates: Coordinates, s: Tensor, wanted: float, kept: _Constraints, settings: LevelSet
 ) -> tuple[Tensor, float] | None:
     """The corrected step s * factor, factor <= wanted, of the largest length that keeps the losses, and its factor;
     None if there is none."""
     probe = PROBE * kept.theta_norm / norm(s)
-    space.place(probe * s)
+    coordinates.place(probe * s)
     # Length in theta per unit of s, for coordinates of any meaning: measured once, taken as linear.
-    per_unit = space.length() / probe
+    per_unit = coordinates.length() / probe
     if not per_unit > 0:
         return None
     least = max(settings.shortest, *(torch.finfo(p.dtype).eps / 2 for p in problem.params))
     shortest, longest = (x * kept.theta_norm / per_unit for x in (least, settings.length))
     scale = min(max(wanted, shortest), longest)
     for _ in range(settings.halvings + 1):
-        phi, drift, first = _corrected(problem, space, s * scale, kept, settings.corrections)
+        phi, drift, first = _corrected(problem, coordinates, s * scale, kept, settings.corrections)
         if first > FAR * kept.rule.tolerance:
             scale *= max(LEAST_JUMP, (NEAR * kept.rule.tolerance / first) ** 0.5)
             continue
         excess = drift / kept.rule.tolerance
         if excess <= 1:
-            drift_heldout, rise = _elsewhere(problem, kept)
+            drift_heldout, rise = _heldout_change(problem, kept)
             excess = drift_heldout / kept.rule.tolerance_heldout
             if excess <= 1:
-                return _settled(problem, space, phi, rise, kept, settings.settling), scale
+                return _lowered(problem, coordinates, phi, rise, kept, settings.heldout_corrections), scale
         # The drift of a short step is about proportional to its length: aim a little below what is allowed.
         scale *= max(LEAST_CUT, LARGEST_CUT / excess)
     return None
 
 
-def _elsewhere(problem: TeleportProblem, kept: _Constraints) -> tuple[float, float]:
+def _heldout_change(problem: TeleportProblem, kept: _Constraints) -> tuple[float, float]:
     """Largest relative change of a loss on the held-out batch, and their mean rise; 0 where there is none."""
     if kept.heldout is None:
         return 0.0, 0.0
     before, after = problem.reference(kept.heldout), problem.evaluate(kept.heldout)
-    return ob.relative_change(before, after, kept.rule.invariance), ob.mean_rise(before, after, kept.rule.invariance)
+    return relative_change(before, after, kept.rule.invariance), mean_rise(before, after, kept.rule.invariance)
 
 
-def _settled(
-    problem: TeleportProblem, space: Space, phi: Tensor, rise: float, kept: _Constraints, settling: int
+def _lowered(
+    problem: TeleportProblem, coordinates: Coordinates, phi: Tensor, rise: float, kept: _Constraints, corrections: int
 ) -> Tensor:
     """phi, or where the held-out losses rose, a point at which those on the used batches fell for it.
 
@@ -181,39 +195,39 @@ def _settled(
     rule asks for to make the rise vanish, as far as their tolerance goes. A point outside a tolerance is dropped.
     """
     most = FALL * kept.rule.tolerance
-    settled, left, fall = phi, rise, min(rise, most)
-    for _ in range(settling):
+    found, left, fall = phi, rise, min(rise, most)
+    for _ in range(corrections):
         if not left > 0:
             break
-        residual = torch.cat([ob.kept(fall * losses.abs(), kept.rule.invariance) for losses in kept.start])
-        lower = phi + ob.restore_step(kept.J, residual, None, kept.metric)
-        _, drift, _ = _corrected(problem, space, lower, kept, 0)
-        drift_heldout, left = _elsewhere(problem, kept)
+        residual = torch.cat([kept_rows(fall * losses.abs(), kept.rule.invariance) for losses in kept.start])
+        lower = phi + restore_step(kept.J, residual, None, kept.metric)
+        _, drift, _ = _corrected(problem, coordinates, lower, kept, 0)
+        drift_heldout, left = _heldout_change(problem, kept)
         if drift > kept.rule.tolerance or drift_heldout > kept.rule.tolerance_heldout or not left < rise:
             break
-        settled = lower
+        found = lower
         if fall == most:
             break
         fall = min(fall * rise / (rise - left), most)
-    return settled
+    return found
 
 
 def _corrected(
-    problem: TeleportProblem, space: Space, phi: Tensor, kept: _Constraints, corrections: int
+    problem: TeleportProblem, coordinates: Coordinates, phi: Tensor, kept: _Constraints, corrections: int
 ) -> tuple[Tensor, float, float]:
     """phi after Gauss-Newton corrections of the losses, and the largest relative change of a loss that is left, and
     that was there before them. None are made where it is too large for them, and no more where one raised it."""
     first = drift = float("inf")
     for attempt in range(corrections + 1):
-        space.place(phi)
+        coordinates.place(phi)
         losses = [problem.evaluate(batch) for batch in kept.used]
         pairs = list(zip(kept.start, losses, strict=True))
-        before, drift = drift, max(ob.relative_change(a, b, kept.rule.invariance) for a, b in pairs)
+        before, drift = drift, max(relative_change(a, b, kept.rule.invariance) for a, b in pairs)
         first = drift if attempt == 0 else first
         if drift <= kept.rule.tolerance / 2 or drift >= before or attempt == corrections:
             break
         if first > FAR * kept.rule.tolerance:
             break
-        residual = torch.cat([ob.kept(b - a, kept.rule.invariance) for a, b in pairs])
-        phi = phi + ob.restore_step(kept.J, residual, None, kept.metric)
+        residual = torch.cat([kept_rows(b - a, kept.rule.invariance) for a, b in pairs])
+        phi = phi + restore_step(kept.J, residual, None, kept.metric)
     return phi, drift, first

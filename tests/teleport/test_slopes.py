@@ -10,11 +10,15 @@ from torch.func import functional_call
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, LoRATeleporter, TeleportSchedule
 from cost_mtl.teleport.coordinates.adapters import ADAPTER, adapters
-from cost_mtl.teleport.coordinates.dense import DenseSpace
-from cost_mtl.teleport.coordinates.difference import DifferenceSpace
+from cost_mtl.teleport.coordinates.dense import DenseCoordinates
+from cost_mtl.teleport.coordinates.difference import DifferenceCoordinates
 from cost_mtl.teleport.coordinates.layers import shared_layers
-from cost_mtl.teleport.objectives import formulas as ob
-from cost_mtl.teleport.objectives.ascent import NAMED, OfGradients, Sharpness, Slope, Sphere, Standpoint, named
+from cost_mtl.teleport.objectives import PROMISES
+from cost_mtl.teleport.objectives.base import ObjectiveContext, Slope
+from cost_mtl.teleport.objectives.conflict import near_worst
+from cost_mtl.teleport.objectives.norm import NormGain
+from cost_mtl.teleport.paper import Exact, Sharpness, Sphere
+from cost_mtl.teleport.settings import OBJECTIVES, named
 from tests.nets import MultiHead, conflicting, data, losses, mlp
 from tests.teleport.test_adapters import problem_of
 
@@ -62,7 +66,7 @@ def formula(name, reference, theta, length, generator):
     G = reference.task_gradients(theta)
     R = balance(G)
     if name.startswith("conflict"):
-        p = ob.near_worst(G @ G.T)
+        p = near_worst(G @ G.T)
         return lambda t: (p * reference.mean_gradient_cosines(t)).sum()
     if name.startswith("norm"):
         return lambda t: (R * reference.task_gradients(t).norm(dim=1).log()).sum()
@@ -84,26 +88,26 @@ def formula(name, reference, theta, length, generator):
     return sharpness
 
 
-def lora_theta(reference, space, theta):
+def lora_theta(reference, coordinates, theta):
     """theta with every B A added by hand."""
     parts = {n: v.clone() for n, v in reference.split(theta).items()}
-    for layer in space.layers:
-        lora = space.tuner.model.get_submodule(layer.name)
+    for layer in coordinates.layers:
+        lora = coordinates.tuner.model.get_submodule(layer.name)
         product = lora.lora_B[ADAPTER].weight @ lora.lora_A[ADAPTER].weight
         parts[f"{layer.name}.weight"] += lora.scaling[ADAPTER] * product.detach()
     return torch.cat([v.flatten() for v in parts.values()])
 
 
-def check(name, reference, problem, space, theta_of, *, moved):
-    _, J = space.gradients(0)
+def check(name, reference, problem, coordinates, theta_of, *, moved):
+    _, J = coordinates.gradients(0)
     length = float(theta_of().norm())
     g = torch.Generator().manual_seed(7)
     phi = 0.05 * torch.randn(J.shape[1], generator=g).double() if moved else torch.zeros(J.shape[1]).double()
-    space.place(phi)
+    coordinates.place(phi)
     theta = theta_of()
-    _, J = space.gradients(0)
+    _, J = coordinates.gradients(0)
     problem.generator.manual_seed(3)
-    slope = named(name).slope(Standpoint(problem, space, 0, J, length, 1e-5))
+    slope = named(name).slope(ObjectiveContext(problem, coordinates, 0, J, length, 1e-5))
     value = formula(name, reference, theta, length, torch.Generator().manual_seed(3))
     # Losses that differ by 1e-6 of themselves: differences of them are good to a few digits less.
     assert slope.value == pytest.approx(float(value(theta).detach()), rel=1e-6)
@@ -115,25 +119,25 @@ def check(name, reference, problem, space, theta_of, *, moved):
         v /= v.norm()
         ends = []
         for sign in (1, -1):
-            space.place(phi + sign * h * v)
+            coordinates.place(phi + sign * h * v)
             ends.append(float(value(theta_of()).detach()))
         want = (ends[0] - ends[1]) / (2 * h)
         assert float(slope.gradient @ v) == pytest.approx(want, rel=2e-4, abs=2e-5 * float(slope.gradient.norm()))
 
 
 @pytest.mark.parametrize("moved", [False, True])
-@pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("make", [DenseSpace, DifferenceSpace])
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("make", [DenseCoordinates, DifferenceCoordinates])
 def test_slope_in_the_parameters_and_along_differences(name, make, moved):
     reference = Reference()
     problem = reference.problem()
     problem.iterates = [torch.randn(problem.layout.numel, dtype=torch.float64) for _ in range(2)]
-    space = make(problem)
-    check(name, reference, problem, space, lambda: space.theta + space.delta(), moved=moved)
+    coordinates = make(problem)
+    check(name, reference, problem, coordinates, lambda: coordinates.theta + coordinates.delta(), moved=moved)
 
 
 @pytest.mark.parametrize("moved", [False, True])
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_slope_in_a_lora_adapter(name, moved):
     from peft import LoraConfig
 
@@ -141,8 +145,8 @@ def test_slope_in_a_lora_adapter(name, moved):
     problem = reference.problem()
     theta = torch.cat([p.detach().flatten() for p in problem.params])
     layers, _ = shared_layers([reference.model], problem.params)
-    with adapters(problem, layers, LoraConfig(r=3, lora_alpha=3), plain_lora=True) as space:
-        check(name, reference, problem, space, lambda: lora_theta(reference, space, theta), moved=moved)
+    with adapters(problem, layers, LoraConfig(r=3, lora_alpha=3), plain_lora=True) as coordinates:
+        check(name, reference, problem, coordinates, lambda: lora_theta(reference, coordinates, theta), moved=moved)
     assert all(p.requires_grad for p in problem.params)
 
 
@@ -160,20 +164,20 @@ class FusedAttention(nn.Module):
         return self.out(torch.tanh(mixed.reshape(len(x), 8)))
 
 
-@pytest.mark.parametrize("promise", ["norm", "conflict"])
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.name)
 def test_without_double_backward_finite_differences_are_taken_and_said(promise):
     torch.manual_seed(0)
     model = MultiHead(FusedAttention(), 8, 2)
     x, ys = data(2)
     problem = problem_of(model, x, ys)
-    space = DenseSpace(problem)
-    at = Standpoint(problem, space, 0, problem.gradients, 1.0, 0.1)
-    exact = OfGradients(promise, exact=True).slope(at)
+    coordinates = DenseCoordinates(problem)
+    at = ObjectiveContext(problem, coordinates, 0, problem.gradients, 1.0, 0.1)
+    exact = Exact(promise).slope(at)
     assert "finite differences instead of double backward" in exact.notes[0]
-    torch.testing.assert_close(exact.gradient, OfGradients(promise).slope(at).gradient)
+    torch.testing.assert_close(exact.gradient, promise.slope(at).gradient)
     loose = Acceptance(tolerance=0.5, min_angle=1e-6, min_norm=1e-6)
-    for teleporter in (DenseTeleporter(f"{promise}-exact", acceptance=loose),
-                       LoRATeleporter(objective=f"{promise}-exact", acceptance=loose)):  # fmt: skip
+    for teleporter in (DenseTeleporter(f"{promise.name}-exact", acceptance=loose),
+                       LoRATeleporter(objective=f"{promise.name}-exact", acceptance=loose)):  # fmt: skip
         opt = cost_mtl.COST(
             torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk, teleporter=teleporter
         )
@@ -187,7 +191,7 @@ def test_the_exact_objectives_need_no_note_where_double_backward_works():
         opt = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.1), model, shared=model.trunk,
                             teleporter=LoRATeleporter(objective=objective))  # fmt: skip
         report = opt.teleport(lambda: losses(model, x, ys))
-        assert report.objective == named(objective).promise
+        assert report.objective == named(objective).name
         assert not any("double backward" in note for note in report.notes)
         if "exact" in objective:
             assert report.accepted, report.reason
@@ -234,15 +238,12 @@ def test_wrong_settings_are_named():
 
 
 def test_an_objective_of_ones_own():
-    class FirstNorm:
+    class FirstNorm(NormGain):
         """log of the first task's gradient norm alone."""
-
-        promise = "norm"
-        loss_units = False
 
         def slope(self, at):
             G, M = at.task_gradients()
-            (moved,) = at.space.gradients_at(G[:1].sum(dim=0) * (1e-2 / float(G[0].norm())), at.batch, [[0]])
+            (moved,) = at.coordinates.gradients_at(G[:1].sum(dim=0) * (1e-2 / float(G[0].norm())), at.batch, [[0]])
             gradient = (moved - at.J[0]) / 1e-2 / float(G[0].norm())
             return Slope(0.5 * float(M[0, 0].log()), gradient, wanted=0.2)
 

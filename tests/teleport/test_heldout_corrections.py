@@ -1,6 +1,7 @@
 """Held-out losses that a move raised are brought back with what is left of the used batches' tolerance."""
 
 import copy
+import dataclasses
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, LevelSet
-from cost_mtl.teleport.objectives import formulas as ob
+from cost_mtl.teleport.invariance import mean_rise
 from tests.nets import flat
 
 LOOSE = Acceptance(tolerance=0.02, tolerance_heldout=0.5, min_angle=1e-4)
@@ -40,12 +41,12 @@ def trained(seed):
     return model, opt.state_dict()
 
 
-def teleported(seed, settling):
+def teleported(seed, corrections):
     """Report, and the mean rise of the losses on the held-out batch (of the remembered ones the last but one)."""
     model, state = trained(seed)
     opt = cost_mtl.COST(torch.optim.Adam(model.parameters(), lr=3e-3), model, shared=model.trunk, memory=3,
-                        teleporter=DenseTeleporter(solver=LevelSet(settling=settling), objective="conflict",
-                                                   acceptance=LOOSE))  # fmt: skip
+                        teleporter=DenseTeleporter("conflict", LevelSet(heldout_corrections=corrections), LOOSE),
+                        )  # fmt: skip
     opt.load_state_dict(copy.deepcopy(state))
     heldout = batch(1000 * seed + 58)
     with torch.no_grad():
@@ -83,11 +84,20 @@ def test_without_a_rise_the_move_is_the_same():
 
 def test_mean_rise():
     before, after = torch.tensor([2.0, -4.0, 0.0]), torch.tensor([3.0, -5.0, 7.0])
-    assert ob.mean_rise(before, after) == pytest.approx((0.5 - 0.25) / 2)  # a reference of 0 says nothing
-    assert ob.mean_rise(before[:2], after[:2], "mean") == 0.0
-    assert ob.mean_rise(torch.zeros(2), torch.ones(2)) == 0.0
+    assert mean_rise(before, after) == pytest.approx((0.5 - 0.25) / 2)  # a reference of 0 says nothing
+    assert mean_rise(before[:2], after[:2], "mean") == 0.0
+    assert mean_rise(torch.zeros(2), torch.ones(2)) == 0.0
 
 
-def test_settling_is_checked():
-    with pytest.raises(ValueError, match="settling: expected an integer >= 0, got -1"):
+def test_their_number_is_checked_under_both_its_names():
+    with pytest.raises(ValueError, match="heldout_corrections: expected an integer >= 0, got -1"):
+        LevelSet(heldout_corrections=-1)
+    with pytest.warns(DeprecationWarning, match="heldout_corrections"):
+        old = LevelSet(settling=1)
+    assert old == LevelSet(heldout_corrections=1)
+    assert dataclasses.replace(old, heldout_corrections=3) == LevelSet(heldout_corrections=3)
+    with (
+        pytest.warns(DeprecationWarning, match="heldout"),
+        pytest.raises(ValueError, match="settling: expected an int"),
+    ):
         LevelSet(settling=-1)
