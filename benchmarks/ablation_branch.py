@@ -47,7 +47,7 @@ def points(settings: Settings, study: Study, every: int, ahead: int = 0) -> Iter
     model = problem.model(settings.seed)
     optimizer = build(settings, model, problem.steps_per_epoch)
     # The driver with a teleporter keeps earlier batches, but at no step may it use them.
-    object.__setattr__(optimizer._driver, "schedule", cost_mtl.TeleportSchedule(start=10**9))
+    object.__setattr__(optimizer._controller, "schedule", cost_mtl.TeleportSchedule(start=10**9))
     steps = settings.epochs * problem.steps_per_epoch
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [max(1, steps // 2)], gamma=0.5)
     batches = list(itertools.islice(problem.batches(settings.seed), steps + ahead))
@@ -77,8 +77,8 @@ def would_teleport(point: Point, problem: Problem) -> bool:
     """Whether the coming step has a conflict that an earlier batch confirms."""
     model, optimizer = copy.deepcopy(point[:2])
     teleporter = _Asked()
-    object.__setattr__(optimizer._driver, "teleporter", teleporter)
-    object.__setattr__(optimizer._driver, "schedule", cost_mtl.TeleportSchedule(start=0, cooldown=1))
+    object.__setattr__(optimizer._controller, "teleporter", teleporter)
+    object.__setattr__(optimizer._controller, "schedule", cost_mtl.TeleportSchedule(start=0, cooldown=1))
     optimizer.step(problem.losses, model, *point[2][0])
     return teleporter.asked
 
@@ -123,7 +123,7 @@ def _teleport(point: Point, model: Heads, optimizer: cost_mtl.COST, arm: str, pr
     if make is None:
         return 0.0
     teleporter = make()
-    object.__setattr__(optimizer._driver, "teleporter", teleporter)
+    object.__setattr__(optimizer._controller, "teleporter", teleporter)
     optimizer.htr = ARMS[arm].htr
     report = optimizer.teleport(problem.losses, model, *point[2][0])
     if isinstance(teleporter, NoMove):

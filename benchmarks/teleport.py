@@ -152,8 +152,8 @@ def try_one(problem: Problem, moment: tuple[nn.Module, cost_mtl.COST, list[Any]]
     model, opt, batches = moment
     step_seconds = ordinary_step_seconds(problem, model, opt, batches[0])
     model, opt = copy.deepcopy((model, opt))
-    opt._driver = copy.copy(opt._driver)
-    object.__setattr__(opt._driver, "teleporter", teleporter)
+    opt._controller = copy.copy(opt._controller)
+    object.__setattr__(opt._controller, "teleporter", teleporter)
     unseen = batches[1:]  # the optimizer remembers earlier ones
     before = [losses_on(problem, model, b) for b in unseen]
     model.eval()

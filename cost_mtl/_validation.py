@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -37,3 +37,14 @@ def non_negative(name: str, value: object) -> None:
     """Raises ValueError unless ``value`` is a number >= 0 (not a bool, not NaN)."""
     if not isinstance(value, Real) or isinstance(value, bool) or not float(value) >= 0:
         raise ValueError(f"{name}: expected a number >= 0, got {value!r}")
+
+
+def integer(name: str, value: object) -> None:
+    """Raises TypeError unless ``value`` is an integer (not a bool)."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+
+
+def type_name(value: object) -> str:
+    """What an error calls a value by: ``"the class X"`` for a class, else the name of its type."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

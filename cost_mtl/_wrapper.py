@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from cost_mtl._torch.undo import all_or_nothing, keep, undo_on_failure
+from cost_mtl._torch.undo import all_or_nothing, commit, undo_on_failure
 from cost_mtl.step.state_checks import check_base_state
 
 
-def _as_it_was(base: Optimizer) -> Callable[[], None]:
+def _restoring(base: Optimizer) -> Callable[[], None]:
     """What puts a base optimizer's state and groups back, which loading replaces."""
     state, entries = base.state, [(key, value, dict(value)) for key, value in base.state.items()]
     groups, settings = base.param_groups, [(group, dict(group)) for group in base.param_groups]
@@ -51,7 +51,8 @@ class OptimizerWrapper(Optimizer):
     # GradScaler.step(optimizer, closure) then leaves its findings as attributes, and a wrong use can be told apart.
     _step_supports_amp_scaling = True
 
-    _volatile = ("step", "grad_scale", "found_inf", "_opt_called", "_buffer", "_spare", "last_step", "_group")
+    _volatile = ("step", "grad_scale", "found_inf", "_opt_called", "_buffer", "_spare", "last_step", "_group",
+                 "_first_step")  # fmt: skip
     """Attributes that are not copied: patched in by schedulers or scalers, buffers, handles."""
 
     def __init__(self, base: Optimizer) -> None:
@@ -154,10 +155,10 @@ class OptimizerWrapper(Optimizer):
             state = state if changed is None else changed
         extra = self._read_extra(state.pop("cost", None))
         check_base_state(state, self.base)
-        undo_on_failure(_as_it_was(self.base))
+        undo_on_failure(_restoring(self.base))
         self.base.load_state_dict(state)
         self._adopt_extra(extra)
-        keep()
+        commit()
         for hook in self._hooks("_optimizer_load_state_dict_post_hooks"):
             hook(self)
 

@@ -92,6 +92,14 @@ def _cosine(a: Tensor, b: Tensor) -> float:
     return float(dot(a, b)) / lengths[0] / lengths[1] if all(lengths) else 0.0
 
 
+def apply_htr_(base: Optimizer, params: Sequence[Tensor], policy: HTR, sigma: float) -> None:
+    """What the policy does with the history of some parameters, in place, before ``base.step()``; sigma in [0, 1]."""
+    if policy == "rollback":
+        rollback_(base, params, sigma)
+    else:
+        reuse_trajectory_(base, params, sigma, moments="both" if policy in ("paper", "reset") else "first")
+
+
 def history_of(base: Optimizer, params: Sequence[Tensor]) -> Callable[[], None]:
     """What puts the base optimizer's state of some parameters back as it is now, in place."""
     kept = [(base.state[p], key, value, value.clone()) for p in params if p in base.state

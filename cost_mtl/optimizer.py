@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,34 +13,34 @@ from torch.optim import Optimizer
 
 from cost_mtl import history
 from cost_mtl._torch import grad_scaler
-from cost_mtl._torch.compile import as_it_is, keep_saved_tensors
+from cost_mtl._torch.compile import keep_saved_tensors, run_untraced
 from cost_mtl._torch.dtensor import NO_TELEPORTS, is_sharded, local, reshard
 from cost_mtl._torch.malloc import keep_freed_memory
 from cost_mtl._torch.param_groups import all_trainable, held_by
-from cost_mtl._torch.rng import Moment
-from cost_mtl._torch.undo import all_or_nothing, go_back, keep, undo_on_failure, undoing, uninterrupted
+from cost_mtl._torch.rng import ForwardState, forward_state
+from cost_mtl._torch.undo import all_or_nothing, commit, roll_back, undo_on_failure, undoing, uninterrupted
+from cost_mtl._torch.warn import warn
 from cost_mtl._validation import at_least, one_of, positive
 from cost_mtl._wrapper import OptimizerWrapper
-from cost_mtl.base import Closure, ObservingWeighting, StepReport, Trigger, Weighed, WeightingInputs
-from cost_mtl.distributed.consistency import meet_
-from cost_mtl.distributed.failures import Fate
+from cost_mtl.base import Closure, ObservingWeighting, StepReport, Trigger
+from cost_mtl.distributed.consistency import synchronize_
+from cost_mtl.distributed.failures import FailTogether
 from cost_mtl.distributed.group import group_for
-from cost_mtl.gradients.gramian import cosines, norms
-from cost_mtl.gradients.layout import Layout
-from cost_mtl.gradients.reductions import LEAST, MOST
 from cost_mtl.history import HTR
-from cost_mtl.step.absent import keeping_entries, present_rows, weigh_present
 from cost_mtl.step.closure import Thunk, bind, run
 from cost_mtl.step.combined import Reused
 from cost_mtl.step.evaluate import Evaluation, mean_losses, measure
-from cost_mtl.step.host_read import HostRead, host_read, needs_more_digits, read_exactly
-from cost_mtl.step.memory import remember
-from cost_mtl.step.nonfinite import bad_tasks, complaint, refuse_weights
-from cost_mtl.step.overflow import Reach, complaint_of_overflow, fit_one_pass, overflowing
-from cost_mtl.step.parameters import Shared, Trainable, few, grads_aside, resolve_shared
+from cost_mtl.step.host_read import HostRead, host_read
+from cost_mtl.step.identity import identity
+from cost_mtl.step.nonfinite import bad_tasks, complaint
+from cost_mtl.step.overflow import complaint_of_overflow, overflowing
+from cost_mtl.step.parameters import Parameters, Shared, grads_aside, resolve_shared
+from cost_mtl.step.report import settings_that_differ, skipped_report, step_report
 from cost_mtl.step.sharing import promote, reached_by_several
-from cost_mtl.step.state import Progress, detached, name_of
+from cost_mtl.step.state import Progress, name_of
 from cost_mtl.step.state_checks import Frame
+from cost_mtl.step.tasks import register_tasks
+from cost_mtl.step.update import update
 from cost_mtl.step.warnings import (
     warn_about_left_out,
     warn_about_length,
@@ -50,14 +49,13 @@ from cost_mtl.step.warnings import (
     warn_about_shared,
     warn_about_weighting,
 )
-from cost_mtl.step.write_grads import clip_, direction, own_grads, shared_grads
+from cost_mtl.step.weigh import Weights, is_weighed, reusable, unusual_length, unweighed, weigh
+from cost_mtl.step.write_grads import new_grads
 from cost_mtl.teleport.base import Teleporter, TeleportReport
-from cost_mtl.teleport.driver import TeleportDriver
+from cost_mtl.teleport.controller import Attempt, TeleportController, TeleportRequest
 from cost_mtl.teleport.lora import LoRATeleporter
-from cost_mtl.teleport.site import Site, moment_of
 from cost_mtl.triggers import DominatedConflict, TeleportSchedule
 from cost_mtl.weighting import FairGrad, resolve
-from cost_mtl.weighting.resolve import goes_by_name, needs_gramian_only
 
 
 class COST(OptimizerWrapper):
@@ -67,13 +65,16 @@ class COST(OptimizerWrapper):
 
     1. losses = closure(*batch)                       the one call of an ordinary step
     2. G [K, m], own gradients                        one backward pass per task
-    3. M = G G^T [K, K]; is all of it finite?
+    3. M = G G^T [K, K], read by the host with the losses, once
     4. trigger(M), only where the schedule allows a teleport
     5. if so, the teleporter's move, verified, or every bit as before; then losses, G, M at the new point
     6. w = weighting(M), on the host; M is computed again in float64 where the weights depend on digits it does not have
     7. ``.grad`` = G^T w for the shared parameters, their own tasks' gradients for the others
     8. after a teleport: HTR edits the base optimizer's history of the shared parameters
     9. base.step()
+
+    Around them: what is not finite, or does not fit, leaves the step out before anything moves; the loss scale goes on
+    before 2 and off with it; a weighting that asks for the losses after the update (FAMO) gets them after 9.
 
     Differences from the paper and its code: a teleport is accepted only if every loss stayed where it was and what it
     was made for improved; HTR's default compares gradients and spares the second moment (``cost_mtl.history``);
@@ -170,7 +171,8 @@ class COST(OptimizerWrapper):
             keep_freed_memory()
         self.last_step: StepReport | None = None
         self.progress = Progress()
-        self._driver = TeleportDriver(trigger, schedule, teleporter, seed, on_teleport)
+        self._first_step = True
+        self._controller = TeleportController(trigger, schedule, teleporter, seed, on_teleport)
         self._shared = resolve_shared(shared)
         self._buffer: Tensor | None = None
         self._spare: Tensor | None = None
@@ -179,16 +181,16 @@ class COST(OptimizerWrapper):
         if self._shared is not None:
             warn_about_shared(self._shared, base, model)
         warn_about_rest(self._shared or (), base, model)
-        if self._driver.enabled and any(map(is_sharded, all_trainable(base, model))):
-            warnings.warn(NO_TELEPORTS, stacklevel=2)
-            self._driver = replace(self._driver, trigger=None)
+        if self._controller.enabled and any(map(is_sharded, all_trainable(base, model))):
+            warn(NO_TELEPORTS)
+            self._controller = replace(self._controller, trigger=None)
 
     # ------------------------------------------------------------------------------------------ one step
 
     @all_or_nothing
     @torch.no_grad()
     def step(self, closure: Closure | Sequence[Closure] | None = None, *batch: Any) -> Tensor:  # type: ignore[override]
-        """One training step.
+        """One training step: the nine numbers are those of the class's docstring.
 
         Args:
             closure: ``closure(*batch)`` returns K losses with their graph (:data:`cost_mtl.base.Losses`); it need not
@@ -209,35 +211,48 @@ class COST(OptimizerWrapper):
                 its end.
         """
         if torch.compiler.is_compiling():
-            return as_it_is(COST.step, self, closure, *batch)
-        undo_on_failure(self._as_it_was(with_grads=False))
-        thunks = self._thunks(closure, batch)
-        may_teleport = self._driver.allowed(self.progress) and not self._reuses_weights()
-        before = moment_of(self.base, self.model) if may_teleport or self.on_nonfinite == "skip" else None
-        self._clear_grads()  # they are views of G: a closure that calls backward would add to it
-        now = self._evaluate(thunks)
-        M, host = host_read(now, self._group, thunks[0].scale)
+            return run_untraced(COST.step, self, closure, *batch)
+        parameters = self._parameters()
+        self._undo_on_failure(parameters, with_grads=False)
+        thunks = self._bind(closure, batch)
+        may_teleport = self._controller.allowed(self.progress) and not self._reuses_weights()
+        before = forward_state(self.base, self.model) if may_teleport or self.on_nonfinite == "skip" else None
+        parameters.clear_grads()  # they are views of G: a closure that calls backward would add to it
+
+        # 1, 2: losses [K] and task gradients G [K, m]
+        now = self._evaluate(thunks, parameters)
         losses = now.losses
-        if self._refuse(now, host, before):
+        # 3: M = G G^T, and the host's copy of it
+        M, host = host_read(now, self._group, thunks[0].scale)
+        if not host.finite and self._leave_out_nonfinite(now, host, parameters, before):
             return losses
+        # 4: is there a conflict?
         conflict: bool | None = None
-        teleport: TeleportReport | str = ""
+        attempt = Attempt()
         if may_teleport and before is not None and len(now.names) > 1 and now.layout.params:
-            conflict = self._driver.conflict(host.gramian)
-            if conflict:
-                there, M, teleport = self._teleport_in_step(self._site(thunks, batch, before), now.whole(), M)
-                if there.gradients is not now.gradients:
-                    M, host = host_read(there, self._group, thunks[0].scale)
+            conflict = self._controller.conflict(host.gramian)
+        # 5: the teleport; then losses, G, M at the new point
+        if conflict and before is not None:
+            attempt = self._controller.teleport_in_step(self._request(thunks, batch, before, now, M))
+            if attempt.arrival is not None:
+                there, M = attempt.arrival.evaluation, attempt.arrival.gramian
+                # The gradients at the new point replace those at the old; the buffers change roles.
+                self._buffer, self._spare = there.gradients.matrix, now.gradients.matrix
                 now = there
-        weighed, weights, M = self._weigh(now, M, host)
-        if not self._write(now, host, weighed, weights, before):
+                M, host = host_read(now, self._group, thunks[0].scale)
+        # 6: weights [K]
+        weights = self._weigh(now, M, host)
+        # 7: .grad
+        if not self._write_grads(now, host, weights, parameters, before):
             return losses
         with uninterrupted():
-            self._reuse_history(now.layout)
-            with keeping_entries(self.base, weighed.at_rest):
-                self._step_base()
-            self._finish(now, weighed, M, losses, conflict, teleport, thunks)
-        self._observe(thunks, now, host)
+            # 8: HTR
+            self._reuse_history(now)
+            # 9: the update
+            update(self.base, self.scaler, weights.weighed.at_rest)
+            self._finish(thunks, now, weights, losses, conflict, attempt)
+        if isinstance(self.weighting, ObservingWeighting) and is_weighed(now):
+            self._observe(self.weighting, thunks, weights.rows)
         return losses
 
     @all_or_nothing
@@ -253,320 +268,209 @@ class COST(OptimizerWrapper):
             ValueError: no shared layer can carry an adapter, or no parameter is shared.
         """
         if torch.compiler.is_compiling():
-            return as_it_is(COST.teleport, self, closure, *batch)
-        thunks = self._thunks(closure, batch)
-        if self._driver.teleporter is None:
+            return run_untraced(COST.teleport, self, closure, *batch)
+        thunks = self._bind(closure, batch)
+        if self._controller.teleporter is None:
             raise RuntimeError("teleport: this COST has teleporter=None")
-        undo_on_failure(self._as_it_was(with_grads=True))
-        before = moment_of(self.base, self.model)
+        parameters = self._parameters()
+        self._undo_on_failure(parameters, with_grads=True)
+        before = forward_state(self.base, self.model)
         with torch.no_grad(), grads_aside(all_trainable(self.base, self.model)), undoing(before.restore):
             self._buffer = None  # the last step's .grad are views of it, and another optimizer may yet use them
-            now = self._evaluate(thunks, single=False)
+            now = self._evaluate(thunks, parameters, in_step=False)
             M, host = host_read(now, self._group)
-            bad = bad_tasks(now, host, self._group)
-            if bad:
+            if not host.finite and (bad := bad_tasks(now, host, self._group)):
                 raise FloatingPointError(complaint(now, bad, self.progress.step))
             if not now.layout.params:
                 raise ValueError("teleport: no shared parameter that is trainable and reached by two losses")
-            site = self._site(thunks, batch, before)
-            report = site.teleport(now.whole(), M)
-        site.announce(report)
-        keep()
+            request = self._request(thunks, batch, before, now, M)
+            report = self._controller.teleport(request)
+        self._controller.announce(request, report)
+        commit()
         return report
 
     # ------------------------------------------------------------------------------------------ its parts
 
-    def _as_it_was(self, *, with_grads: bool) -> Callable[[], None]:
-        """What puts COST's own state and ``requires_grad`` back as they are now; ``.grad`` too, or None for all."""
-        progress, fields = self.progress, dict(vars(self.progress))
-        params = {id(p): p for p in (*self.model.parameters(), *held_by(self.base))}.values()
-        flags = [(p, p.requires_grad, p.grad if with_grads else None) for p in params]
+    def _parameters(self) -> Parameters:
+        return Parameters(self.model, self.base, self._shared, self.progress.shared)
 
-        def back() -> None:
-            vars(progress).update(fields)
-            self.progress = progress
-            for p, flag, grad in flags:
-                if p.requires_grad != flag:
-                    p.requires_grad_(flag)
-                p.grad = grad
+    def _undo_on_failure(self, parameters: Parameters, *, with_grads: bool) -> None:
+        """COST's own state and ``requires_grad`` as they are now; ``.grad`` too, or None for all."""
+        undo_on_failure(partial(setattr, self, "progress", self.progress))
+        undo_on_failure(self.progress.restoring())
+        undo_on_failure(parameters.restoring(with_grads=with_grads))
 
-        return back
-
-    def _step_base(self) -> None:
-        """``base.step()``: what fails after a parameter has moved can't be taken back."""
-        held = held_by(self.base)
-        versions = [p._version for p in held]
-        try:
-            grad_scaler.step(self.scaler, self.base)
-        except BaseException:
-            if versions != [p._version for p in held]:
-                keep()
-            raise
-        keep()
-
-    def _thunks(self, closure: Any, batch: tuple[Any, ...]) -> list[Thunk]:
+    def _bind(self, closure: Any, batch: tuple[Any, ...]) -> list[Thunk]:
         grad_scaler.refuse_outside(self)
-        thunks = bind(closure, batch, grad_scaler.scale_of(self.scaler, self.base))
-        self._group = meet_(self.base, self.model, self.process_group, first=self.last_step is None)
+        scale = None if self.scaler is None else grad_scaler.scale_of(self.scaler, self.base)
+        thunks = bind(closure, batch, scale)
+        self._group = synchronize_(self.base, self.model, self.process_group, first=self._first_step)
         return thunks
 
-    def _site(self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: Moment) -> Site:
-        fate = Fate(held_by(self.base)[0].device, self._group)
-        return Site(self.base, self.model, self._driver, self.progress, self.htr, fate,
-                    thunks, batch, before, self._spare)  # fmt: skip
-
-    def _teleport_in_step(
-        self, site: Site, now: Evaluation, M: Tensor
-    ) -> tuple[Evaluation, Tensor, TeleportReport | str]:
-        arrival, report = site.teleport_in_step(now, M)
-        there = now
-        if arrival is not None:
-            there, M = arrival.evaluation, arrival.gramian
-            # The gradients at the new point replace those at the old; the buffers change roles.
-            self._buffer, self._spare = there.gradients.matrix, now.gradients.matrix
-        if not isinstance(report, str):
-            site.announce(report)
-        return there, M, report
-
-    def _layout(self) -> tuple[Layout, list[Tensor]]:
-        """The trainable shared parameters and all other trainable ones."""
-        every = all_trainable(self.base, self.model)
-        if self._shared is None:
-            mine: list[Tensor] = list(self.model.parameters())
-            shared = [mine[k] for k in self.progress.shared]
-        else:
-            shared = self._shared
-        layout = Layout([p for p in shared if p.requires_grad])
-        return layout, [p for p in every if id(p) not in layout.index]
+    def _request(
+        self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: ForwardState, now: Evaluation, M: Tensor
+    ) -> TeleportRequest:
+        together = FailTogether(held_by(self.base)[0].device, self._group)
+        return TeleportRequest(
+            self.base,
+            self.model,
+            self.progress,
+            thunks,
+            batch,
+            before,
+            now.gathered(),
+            M,
+            self.htr,
+            together,
+            self._spare,
+        )
 
     def _reuses_weights(self) -> bool:
         return self.progress.weights is not None and self.progress.step % self.every != 0
 
-    def _evaluate(self, thunks: Sequence[Thunk], *, single: bool = True) -> Evaluation:
-        trainable = Trainable(self.model, self.base, self._layout)
-        layout, own = self._layout()
-        weights = self.progress.weights
-        reused = None
-        if weights is not None and single and self._reuses_weights():
+    def _evaluate(self, thunks: Sequence[Thunk], parameters: Parameters, *, in_step: bool = True) -> Evaluation:
+        """Losses and gradients. Shared parameters and tasks that are new go into ``progress``."""
+        weights, reused = self.progress.weights, None
+        if weights is not None and in_step and self._reuses_weights():
             reused = Reused(weights, weights if self.heads == "weighted" else dict.fromkeys(weights, 1.0))
-        now = measure(thunks, self.model, layout, own, self._group, trainable=trainable, out=self._buffer,
-                      single=single, reused=reused, known=self.progress.names,
-                      look_closely=self.last_step is None)  # fmt: skip
+        now = measure(thunks, self.model, parameters.layout, parameters.own, self._group, parameters=parameters,
+                      out=self._buffer, single=in_step, reused=reused, known=self.progress.names,
+                      first_step=self._first_step)  # fmt: skip
         if now.weights is not None:
             return now
         if self._shared is None and len(now.names) > 1:
-            mine = list(self.model.parameters())
-            several = reached_by_several(now, mine)
+            several = reached_by_several(now, list(self.model.parameters()))
             if several:
-                now = now.whole()
                 self.progress.shared = sorted({*self.progress.shared, *several})
-                now = promote(now, self._layout()[0])
-        elif self.last_step is None and self._shared is not None and len(now.names) > 1:
+                now = promote(now.gathered(), parameters.share(self.progress.shared))
+        elif self._first_step and self._shared is not None and len(now.names) > 1:
             left_out = [p for p in self.model.parameters() if id(p) not in now.layout.index]
             warn_about_left_out(self.model, [left_out[k] for k in reached_by_several(now, left_out)])
         self._buffer = now.gradients.matrix
-        self._meet_tasks(now.names, now.named)
-        if self.last_step is None and single:
+        register_tasks(self.progress, self.weighting, now.names, named=now.named)
+        if self._first_step and in_step:
             warn_about_nothing_to_weigh(len(now.names), now.layout.params)
         return now
 
-    def _meet_tasks(self, names: tuple[str, ...], named: bool) -> None:
-        """Keep the tasks in mind. A weighting that goes by name is told who is there; the memory of any other is of
-        tasks by their places, so with other tasks, or another order, it is void."""
-        p, K = self.progress, len(names)
-        if p.num_tasks == K and not p.names:  # from a checkpoint of before they were kept
-            p.names = p.present = list(names)
-        if named and goes_by_name(self.weighting):
-            if p.num_tasks is None:
-                p.weighting = self.weighting.initial_state(K)
-            p.names = [*p.names, *(name for name in names if name not in p.names)]
-        elif p.num_tasks is None or p.present != list(names):
-            if p.num_tasks is not None and p.weighting:
-                what = f"{K} losses instead of {len(p.present)}" if len(p.present) != K else (
-                    f"the tasks {few(names)} instead of {few(p.present)}, in this order"
-                )  # fmt: skip
-                warnings.warn(f"closure: {what}; the weighting starts again", stacklevel=7)
-            p.weights, p.weighting = None, self.weighting.initial_state(K)
-            p.names = [*p.names, *(name for name in names if name not in p.names)] if named else list(names)
-        p.num_tasks, p.present = len(p.names), list(names)
-
-    def _refuse(self, now: Evaluation, host: HostRead, before: Moment | None) -> bool:
-        """Whether the step has to be left out because something is not finite."""
+    def _leave_out_nonfinite(
+        self, now: Evaluation, host: HostRead, parameters: Parameters, before: ForwardState | None
+    ) -> bool:
+        """Whether the step is left out since a task is not finite; a Gramian may overflow where no task has."""
         bad = bad_tasks(now, host, self._group)
-        if not bad:
-            return False
-        scaled = grad_scaler.is_on(self.scaler) and bool(torch.isfinite(host.losses).all())
-        self._leave_out(now, complaint(now, bad, self.progress.step), before, scaled=scaled)
-        return True
+        if bad:
+            scaled = grad_scaler.is_on(self.scaler) and bool(torch.isfinite(host.losses).all())
+            self._leave_out(now, complaint(now, bad, self.progress.step), parameters, before, scaled=scaled)
+        return bool(bad)
 
-    def _leave_out(self, now: Evaluation, why: str, before: Moment | None, *, scaled: bool) -> None:
+    def _leave_out(
+        self, now: Evaluation, why: str, parameters: Parameters, before: ForwardState | None, *, scaled: bool
+    ) -> None:
         """Nothing moves in this step: raise, or count it.
 
         Args:
             scaled: it may be the loss scale that is to blame.
         """
-        self._clear_grads()
+        parameters.clear_grads()
         if scaled:
             grad_scaler.skip(self.scaler, self.base)
         elif self.on_nonfinite == "raise":
             raise FloatingPointError(why)
-        go_back()  # a teleport, the weighting's new state
+        roll_back()  # a teleport, the weighting's new state
         if before is not None and self.on_nonfinite == "skip":
             before.buffers.restore()  # running statistics would keep a NaN for good
         self.progress.step += 1
         self.progress.skipped += 1
-        nothing = now.gradients.matrix.new_full((len(now.names),), float("nan"))
-        self.last_step = StepReport(
-            now.losses, now.names, weights=nothing, skipped=True, skipped_total=self.progress.skipped
-        )
+        self.last_step, self._first_step = skipped_report(now, self.progress.skipped), False
 
-    def _weigh(self, now: Evaluation, M: Tensor, host: HostRead) -> tuple[Weighed, Tensor, Tensor]:
-        """What the weighting says; its weights [K] on the host, in float64; the Gramian that they were made from."""
-        K = len(now.names)
-        if now.weights is not None:  # checked when they were solved for
-            return Weighed(now.weights, self.progress.weighting), torch.ones(K, dtype=torch.float64), M
-        if not _is_weighed(now):
-            ones = torch.ones(K, dtype=M.dtype, device=M.device)
-            return Weighed(ones, self.progress.weighting), torch.ones(K, dtype=torch.float64), M
-        rows, state = self._rows(now, host), detached(self.progress.weighting)
-        # A copy: what a step that is left out changed in place would stay.
-        weighed = weigh_present(self.weighting, self._inputs(now, host, rows), state, rows, K)
-        if needs_more_digits(weighed.solver, now, host):
-            M, host = read_exactly(now, host, self._group)
-            weighed = weigh_present(self.weighting, self._inputs(now, host, rows), state, rows, K)
-        weights = weighed.weights.detach().cpu().double()
-        refuse_weights(weights, self.weighting)
-        self.progress.weighting = weighed.state
-        if weighed.parameter_grads and not self._weighting_checked:
-            self._weighting_checked = True
-            warn_about_weighting([p for p, _ in weighed.parameter_grads], self.base)
-        if not self._length_checked and weighed.direction is None:
-            self._length_checked = warn_about_length(weights, host.gramian, host.noise, self.max_norm)
-        weighed = replace(weighed, weights=weighed.weights.to(M.device, M.dtype, non_blocking=True))
+    def _weigh(self, now: Evaluation, M: Tensor, host: HostRead) -> Weights:
+        """The weights. The weighting's new state, and weights to be reused, go into ``progress``."""
+        p = self.progress
+        if not is_weighed(now):
+            return unweighed(now, M, host, p.weighting)
+        weights = weigh(self.weighting, now, M, host, p, self._group)
+        p.weighting = weights.weighed.state
         if self.every > 1:
-            fresh = {now.names[i]: w for i, w in enumerate(weights.tolist()) if i in rows}
-            # Weights beyond the range of one backward pass: the coming step solves.
-            self.progress.weights = (self.progress.weights or {}) | fresh if fit_one_pass(weights) else None
-        return weighed, weights, M
+            p.weights = reusable(weights, now.names, p.weights)
+        learned = [parameter for parameter, _ in weights.weighed.parameter_grads]
+        if learned and not self._weighting_checked:
+            self._weighting_checked = True
+            warn_about_weighting(learned, self.base)
+        lengths = None if self._length_checked else unusual_length(weights, self.max_norm)
+        if lengths is not None:
+            self._length_checked = True
+            warn_about_length(*lengths)
+        return weights
 
-    def _rows(self, now: Evaluation, host: HostRead) -> list[int]:
-        """The tasks that the weighting is told of."""
-        return present_rows(now, host) if goes_by_name(self.weighting) else list(range(len(now.names)))
-
-    def _inputs(self, now: Evaluation, host: HostRead, rows: Sequence[int]) -> WeightingInputs:
-        """What the weighting may look at, of the given tasks."""
-        whole = now if needs_gramian_only(self.weighting) else now.whole()
-        M, losses, G, names = host.gramian, host.losses, whole.gradients.matrix, now.names
-        if len(rows) < len(names):
-            at = torch.tensor(rows, device="cpu")
-            M, losses, names = M[at][:, at], losses[at], tuple(names[i] for i in rows)
-            G = G if needs_gramian_only(self.weighting) else G[at.to(G.device)]
-        step, known = self.progress.step, tuple(self.progress.names)
-        return WeightingInputs(M, losses, G, step, host.noise, names, known, now.named)
-
-    def _write(self, now: Evaluation, host: HostRead, weighed: Weighed, weights: Tensor, before: Moment | None) -> bool:
-        """``.grad`` of every parameter; G's first row becomes the combined direction. False where it does not fit, so
-        that the step is left out."""
-        self._clear_grads()
-        heads = self.heads == "weighted" and _is_weighed(now)
-        own = [p for p in all_trainable(self.base, self.model) if id(p) not in now.layout.index]
-        reach = Reach.of(now, host, weights, [*now.layout.params, *own], heads=heads)
-        found = own_grads(own, now.gradients, weighed.weights if heads else None,
-                          wide=reach.wide or reach.own > reach.limit)  # fmt: skip
-        if now.layout.params:
-            d = self._direction(now, weighed, weights, reach)
-            found += shared_grads(now.layout, d, now.gradients.reached)
-            if history.needs_direction(self.htr) and self._driver.enabled:
-                self.progress.direction = d.clone()
-        extra = [(p, grad.detach().to(p.device, p.dtype)) for p, grad in weighed.parameter_grads]
-        if extra or weighed.direction is not None or not reach.fits(self.max_norm):
-            bad = overflowing([*found, *extra], host.scale, now, self._group)
-            if bad:
-                params = [[*found, *extra][k][0] for k in bad]
-                why = complaint_of_overflow(now, reach, params, weights, self.model, self.progress.step)
-                self._leave_out(now, why, before, scaled=grad_scaler.is_on(self.scaler))
-                return False
-        for p, grad in [*found, *extra]:
+    def _write_grads(
+        self, now: Evaluation, host: HostRead, weights: Weights, parameters: Parameters, before: ForwardState | None
+    ) -> bool:
+        """``.grad`` of every parameter. False where it does not fit, so that the step is left out."""
+        parameters.clear_grads()
+        own = parameters.outside(now.layout)
+        new = new_grads(now, host, weights, own, heads=self.heads, max_norm=self.max_norm)
+        if new.direction is not None and history.needs_direction(self.htr) and self._controller.enabled:
+            self.progress.direction = new.direction.clone()
+        bad = [] if new.fits else overflowing(new.grads, host.scale, now, self._group)
+        if bad:
+            params = [new.grads[k][0] for k in bad]
+            why = complaint_of_overflow(now, new.reach, params, weights.values, self.model, self.progress.step)
+            self._leave_out(now, why, parameters, before, scaled=grad_scaler.is_on(self.scaler))
+            return False
+        for p, grad in new.grads:
             p.grad = grad
         return True
 
-    def _direction(self, now: Evaluation, weighed: Weighed, weights: Tensor, reach: Reach) -> Tensor:
-        """d [m], clipped."""
-        G = now.gradients.matrix
-        shrunk = 1.0
-        if now.weights is not None:
-            d = G[0]
-        elif weighed.direction is not None:
-            if weighed.direction.shape != G[0].shape:
-                raise ValueError(f"weighting: expected a direction of shape {list(G[0].shape)}, got "
-                                 f"{list(weighed.direction.shape)}")  # fmt: skip
-            d = weighed.direction.to(G.dtype)
-        else:
-            if reach.wide and self.max_norm is not None and math.isfinite(reach.shared):
-                shrunk = min(1.0, self.max_norm / reach.shared)  # what is clipped need not fit before
-            d = direction(now, weights * shrunk if reach.wide else weighed.weights, wide=reach.wide)
-        exact = not LEAST < reach.shared < MOST or (self.max_norm is not None and not LEAST < self.max_norm < MOST)
-        return clip_(d, self.max_norm, now.pieces, scale=shrunk, exact=exact)
-
-    def _reuse_history(self, layout: Layout) -> None:
+    def _reuse_history(self, now: Evaluation) -> None:
+        """HTR after a teleport, with its sigma, which is used up."""
         sigma, self.progress.sigma = self.progress.sigma, None
-        if sigma is None:
-            return
-        if sigma < 1.0:
-            undo_on_failure(history.history_of(self.base, layout.params))
-        if self.htr == "rollback":
-            history.rollback_(self.base, layout.params, sigma)
-        else:
-            moments: Literal["first", "both"] = "both" if self.htr in ("paper", "reset") else "first"
-            history.reuse_trajectory_(self.base, layout.params, sigma, moments=moments)
-
-    def _observe(self, thunks: Sequence[Thunk], now: Evaluation, host: HostRead) -> None:
-        if not isinstance(self.weighting, ObservingWeighting) or not _is_weighed(now):
-            return
-        # The losses after the update must not count in running statistics or shift the random streams.
-        with undoing(moment_of(self.base, self.model).restore):
-            values = [tasks.values for tasks in run(thunks, self.model)]
-        reshard(self.model)
-        losses = mean_losses(values, self._group)[self._rows(now, host)]
-        self.progress.weighting = self.weighting.observe(losses, self.progress.weighting)
+        if sigma is not None:
+            if sigma < 1.0:
+                undo_on_failure(history.history_of(self.base, now.layout.params))
+            history.apply_htr_(self.base, now.layout.params, self.htr, sigma)
 
     def _finish(
         self,
+        thunks: Sequence[Thunk],
         now: Evaluation,
-        weighed: Weighed,
-        M: Tensor,
+        weights: Weights,
         losses: Tensor,
         conflict: bool | None,
-        teleport: TeleportReport | str,
-        thunks: Sequence[Thunk],
+        attempt: Attempt,
     ) -> None:
-        p = self.progress
-        p.step += 1
-        if thunks[0].batch and self._driver.enabled:
-            p.memory = remember(p.memory, thunks, now.names, self.memory)
-        self._driver.remember(p, now.layout)
-        attempt, refusal = (None, teleport) if isinstance(teleport, str) else (teleport, "")
-        report = StepReport(losses, now.names, weights=weighed.weights, conflict=conflict, teleport=attempt,
-                            no_teleport=refusal, solver=weighed.solver, skipped_total=p.skipped)  # fmt: skip
-        if now.weights is None and (len(now.names) > 1 or now.layout.params):
-            report = replace(report, gramian=M, cosines=cosines(M), norms=norms(M))
-        self.last_step = report
+        """Count the step, remember its batch, report it."""
+        self.progress.step += 1
+        self._controller.remember(self.progress, thunks, now, self.memory)
+        self.last_step, self._first_step = step_report(
+            losses, now, weights, conflict=conflict, teleport=attempt.report, no_teleport=attempt.refusal,
+            skipped_total=self.progress.skipped,
+        ), False  # fmt: skip
+
+    def _observe(self, weighting: ObservingWeighting, thunks: Sequence[Thunk], rows: Sequence[int]) -> None:
+        """Tell the weighting the losses after the update, of the tasks that it was told of. The evaluation does not
+        count in running statistics, and does not shift the random streams."""
+        with undoing(forward_state(self.base, self.model).restore):
+            values = [tasks.values for tasks in run(thunks, self.model)]
+        reshard(self.model)
+        losses = mean_losses(values, self._group)[list(rows)]
+        self.progress.weighting = weighting.observe(losses, self.progress.weighting)
 
     # ------------------------------------------------------------------------------------------ housekeeping
 
-    def _clear_grads(self) -> None:
-        for p in (*self.model.parameters(), *held_by(self.base)):
-            p.grad = None
+    def __repr__(self) -> str:
+        given = {"weighting": self.weighting, "trigger": self._controller.trigger,
+                 "teleporter": self._controller.teleporter}  # fmt: skip
+        return ", ".join((super().__repr__()[:-1], *settings_that_differ(given, COST.__init__))) + ")"
 
     def _extra_state(self) -> dict[str, Any]:
-        return self.progress.pack(name_of(self.weighting))
+        return self.progress.pack(name_of(self.weighting), identity(self.weighting))
 
     def _read_extra(self, extra: Any) -> Progress:
         if extra is None:
             return Progress()
         sizes = [local(p).numel() for p in self.model.parameters()]
         given = None if self._shared is None else [local(p).numel() for p in self._shared]
-        progress = Progress.unpack(extra, name_of(self.weighting), Frame(sizes, given, self.weighting))
+        progress = Progress.unpack(extra, name_of(self.weighting), Frame(sizes, given, self.weighting),
+                                   weights_of=identity(self.weighting))  # fmt: skip
         device = held_by(self.base)[0].device
         progress.weighting = {k: v.to(device) if isinstance(v, Tensor) and v.is_floating_point() else v
                               for k, v in progress.weighting.items()}  # fmt: skip
@@ -578,11 +482,5 @@ class COST(OptimizerWrapper):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._buffer = self._spare = None
-        self.last_step = None
+        self.last_step, self._first_step = None, True
         self._group = group_for(self.model, self.process_group)
-
-
-def _is_weighed(now: Evaluation) -> bool:
-    """Whether the weighting is asked: tasks that share something (one alone does not), and no weights of an earlier
-    step."""
-    return now.weights is None and bool(now.layout.params)

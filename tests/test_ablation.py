@@ -69,7 +69,7 @@ def moments(
         for teleporter in teleporters:
             # The memory of batches goes with the copy; the teleporter is exchanged in the driver of the copy.
             twin, optimizer = copy.deepcopy((model, opt))
-            object.__setattr__(optimizer._driver, "teleporter", teleporter)
+            object.__setattr__(optimizer._controller, "teleporter", teleporter)
             before = torch.cat([p.detach().flatten() for p in twin.trunk.parameters()])
             report = optimizer.teleport(problem.losses, twin, *batch)
             outcomes.append((report, torch.cat([p.detach().flatten() for p in twin.trunk.parameters()]) - before))

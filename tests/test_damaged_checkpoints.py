@@ -62,6 +62,7 @@ COUNT = {
 DAMAGES = {
     "version": {"future": 2, "a string": "1", "a float": 1.0, "none": None, "a list": [1]},
     "method": {"none": None, "a number": 3, "a list": ["FAMO"]},
+    "weights_of": {"none": None, "a number": 3, "a list": ["FAMO"]},
     "step": COUNT | {"less than skipped": 0},
     "skipped": COUNT | {"more than step": 99},
     "attempts": COUNT | {"none where one was": 0},

@@ -1,5 +1,6 @@
 """A teleport happens wholly or not at all: what can fail fails while it can be undone, in every process."""
 
+import dataclasses
 import sys
 from contextlib import suppress
 
@@ -9,7 +10,7 @@ import torch
 from cost_mtl import COST, DenseTeleporter, LoRATeleporter, TeleportSchedule
 from cost_mtl._torch.undo import all_or_nothing, undoing
 from cost_mtl.teleport import attempt as transaction
-from cost_mtl.teleport import driver, site
+from cost_mtl.teleport import controller
 from tests.contract import everything
 from tests.distributed.harness import assert_in_step, parameters, spawn
 from tests.nets import conflicting, flat, losses
@@ -50,17 +51,17 @@ def stepped(steps=2, *, groups=False, **settings):
 
 
 LATE = [
-    (driver, "sigma_for", 1, False),  # HTR's blend factor
-    (driver, "combine", 2, False),
+    (controller, "sigma_for", 1, False),  # HTR's blend factor
+    (controller, "combine", 2, False),
     (transaction, "_report", 1, False),
     (transaction, "TeleportReport", 1, False),
-    (site, "promote", 1, True),
-    (site, "promote", 2, True),
-    (site, "gramian", 1, False),
-    (site, "Problem", 1, False),
-    (site, "moment_of", 1, False),
-    (site, "broken_off", 1, False),
-    (site, "beside", 1, False),
+    (controller, "promote", 1, True),
+    (controller, "promote", 2, True),
+    (controller, "gramian", 1, False),
+    (controller, "Problem", 1, False),
+    (controller, "forward_state", 1, False),
+    (controller, "broken_off", 1, False),
+    (controller, "beside", 1, False),
 ]
 
 
@@ -86,7 +87,7 @@ def test_another_error_late_in_an_attempt_comes_out_with_everything_undone(monke
     model, x, ys = conflicting()
     optimizer = due(model)
     start = flat(list(model.parameters())).clone()
-    monkeypatch.setattr(driver, "sigma_for", Once(driver.sigma_for, error))
+    monkeypatch.setattr(controller, "sigma_for", Once(controller.sigma_for, error))
     with pytest.raises(type(error)):
         optimizer.step(lambda: losses(model, x, ys))
     assert torch.equal(start, flat(list(model.parameters())))
@@ -95,9 +96,9 @@ def test_another_error_late_in_an_attempt_comes_out_with_everything_undone(monke
 
 
 class Interrupted:
-    """Raises at the n-th line that is run in the transaction, the site or the driver; counts them."""
+    """Raises at the n-th line that is run in the transaction or the controller; counts them."""
 
-    FILES = tuple(m.__file__ for m in (transaction, site, driver))
+    FILES = tuple(m.__file__ for m in (transaction, controller))
 
     def __init__(self, line):
         self.line, self.seen = line, 0
@@ -195,7 +196,7 @@ def test_a_callback_that_fails_takes_its_teleport_back(error, how):
     for name in ("step", "attempts", "last_attempt", "sigma"):
         assert getattr(optimizer.progress, name) == getattr(other.progress, name), name
     for m, o in ((model, optimizer), (twin, other)):
-        o._driver = type(o._driver)(None, o._driver.schedule, None, 0, None)
+        o._controller = dataclasses.replace(o._controller, trigger=None, teleporter=None, on_teleport=None)
         o.step(lambda m=m: losses(m, x, ys))
     assert everything(model, optimizer) == everything(twin, other)
 
@@ -242,8 +243,9 @@ def fail_on_one(rank, where, error):
             raising(report)
 
     optimizer = due(model, on_teleport=callback)
-    names = {"sigma": (driver, "sigma_for"), "report": (transaction, "_report"), "solver": (transaction, "_checked"),
-             "problem": (site, "Problem")}  # fmt: skip
+    names = {"sigma": (controller, "sigma_for"), "report": (transaction, "_report"),
+             "solver": (transaction, "_checked"),
+             "problem": (controller, "Problem")}  # fmt: skip
     if rank == 1 and where in names:
         module, name = names[where]
         setattr(module, name, Once(getattr(module, name), error))

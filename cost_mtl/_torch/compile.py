@@ -40,7 +40,7 @@ def keep_saved_tensors() -> None:
 
 
 @untraced
-def as_it_is(method: Callable[..., T], *args: Any) -> T:
+def run_untraced(method: Callable[..., T], *args: Any) -> T:
     """Run a method of an optimizer outside of what is being compiled, and inside of its hooks, which have run.
 
     A step as a whole is no graph: its backward passes run in the middle, and decisions hang on their values. Models,

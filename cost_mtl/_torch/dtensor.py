@@ -26,6 +26,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def sharded_among(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The DTensors among some tensors."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return [] if module is None else [t for t in tensors if isinstance(t, module.DTensor)]
+
+
 def local(tensor: Tensor) -> Tensor:
     """This process's piece of a DTensor (the same storage); any other tensor as it is."""
     if not is_sharded(tensor):
@@ -58,9 +64,7 @@ def pieces_group(params: Sequence[Tensor]) -> Any:
             cut over different groups: the Gramian would need one sum per kind.
     """
     groups = []
-    for p in params:
-        if not is_sharded(p):
-            continue
+    for p in sharded_among(params):
         cut = [dim for dim, placement in enumerate(p.placements) if placement.is_shard()]  # type: ignore[attr-defined]
         if len(cut) != 1:
             raise ValueError(f"model: expected parameters that fully_shard cut along one dimension of the device mesh, "

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cost_mtl._torch.param_groups import all_trainable
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,21 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Random streams and buffers at one moment of training."""
+class ForwardState:
+    """What a forward pass starts from beside parameters and batch: random streams and buffers."""
 
     streams: RandomStreams
     buffers: Buffers
 
     @classmethod
-    def capture(cls, modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Moment:
+    def capture(cls, modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> ForwardState:
         return cls(RandomStreams.capture(devices), Buffers(modules))
 
     def restore(self) -> None:
         self.streams.restore()
         self.buffers.restore()
+
+
+def forward_state(base: Optimizer, model: nn.Module) -> ForwardState:
+    """Random streams and buffers as they are now."""
+    return ForwardState.capture(model.modules(), {p.device for p in all_trainable(base, model)})

@@ -90,20 +90,20 @@ class _Scope(undoing):
 
 
 def undo_on_failure(undo: Callable[[], object]) -> None:
-    """Have ``undo()`` called if the current :func:`all_or_nothing` call ends without :func:`keep`. Outside of one
+    """Have ``undo()`` called if the current :func:`all_or_nothing` call ends without :func:`commit`. Outside of one
     nothing is written down."""
     if any(isinstance(entry, _Scope) for entry in _local.pending):
         _Failing(undo).__enter__()
 
 
-def keep() -> None:
+def commit() -> None:
     """The current call can't fail any more: what was written down for that case is crossed out."""
     for entry in _failing():
         entry.done = True
         entry.drop()
 
 
-def go_back() -> None:
+def roll_back() -> None:
     """What is written down for a failure is done now, latest first; the call goes on."""
     for entry in reversed(_failing()):
         entry.close()

@@ -22,7 +22,7 @@ from cost_mtl.distributed.group import data_parallel, group_for
 from cost_mtl.gradients.losses import TaskLosses, no_graph
 
 
-def meet_(base: Optimizer, model: nn.Module, process_group: Any, *, first: bool) -> Any:
+def synchronize_(base: Optimizer, model: nn.Module, process_group: Any, *, first: bool) -> Any:
     """The group to average over in the coming step (it may have been initialised only now), its processes on one
     footing; None for a single process.
 

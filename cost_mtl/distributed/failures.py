@@ -22,7 +22,7 @@ def lacks_memory(error: BaseException) -> bool:
 _NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
-class Fate:
+class FailTogether:
     """What happens in one process of a group during a teleport happens in all.
 
     Between two of its ``shared`` contexts a process communicates with no other one, so that whatever fails there is

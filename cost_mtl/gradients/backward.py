@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from cost_mtl._torch.autocast import no_autocast
-from cost_mtl._torch.dtensor import is_sharded, local
+from cost_mtl._torch.dtensor import local, sharded_among
 from cost_mtl._torch.undo import all_or_nothing, undoing
 from cost_mtl.base import Losses
 from cost_mtl.gradients.layout import Layout
@@ -24,14 +24,13 @@ def backward(
     inputs: Sequence[Tensor] | None,
     retain_graph: bool,
 ) -> None:
-    """One backward pass from several roots; ``seeds[i]`` [] is the factor of ``roots[i]``.
+    """One backward pass from several roots, outside of autocast; ``seeds[i]`` [] is the factor of ``roots[i]``.
 
     Raises:
         RuntimeError: what the graph had saved is gone.
     """
     try:
-        with no_autocast():
-            torch.autograd.backward(list(roots), list(seeds), retain_graph=retain_graph, inputs=inputs)  # type: ignore[arg-type]
+        torch.autograd.backward(list(roots), list(seeds), retain_graph=retain_graph, inputs=inputs)  # type: ignore[arg-type]
     except RuntimeError as error:
         if "second time" not in str(error):
             raise
@@ -103,11 +102,12 @@ def collect(
     """
     result = add_to or TaskGradients(layout.buffer(len(tasks), out), {}, set())
     last = max((i for i, root in enumerate(tasks.roots) if root is not None), default=-1)
-    with Capture(tasks, layout, own, result, adding=add_to is not None) as capture:
-        for i, root in enumerate(tasks.roots):
+    seeds = tasks.seeds(factor)
+    with Capture(tasks, layout, own, result, adding=add_to is not None) as capture, no_autocast():
+        for i, (root, seed) in enumerate(zip(tasks.roots, seeds, strict=True)):
             capture.begin(i)
-            if root is not None:
-                capture.backward([root], [factor], retain_graph=i < last)
+            if root is not None and seed is not None:
+                capture.backward([root], [seed], retain_graph=i < last)
             capture.end()
     return result
 
@@ -125,7 +125,8 @@ class Capture:
     ) -> None:
         self.tasks, self.layout, self.result, self.adding = tasks, layout, result, adding
         self.inputs = [*layout.params, *own]
-        self.sharded = [p for p in self.inputs if is_sharded(p)]
+        self.sharded = sharded_among(self.inputs)
+        self.targets = [layout.views(row) for row in result.matrix] if layout.params else []
         self.unscale = None if tasks.scale is None else tasks.scale.reciprocal()
 
         self.active = False
@@ -158,7 +159,6 @@ class Capture:
     def begin(self, task: int) -> None:
         """Gradients are task's from here on."""
         self.task = task
-        self.row = self.result.matrix[task] if self.layout.params else torch.empty(0)
         self.seen: set[int] = set()
 
     def end(self) -> None:
@@ -166,14 +166,11 @@ class Capture:
         if not self.adding:
             for k in range(len(self.layout.params)):
                 if k not in self.seen:
-                    self.layout.view(self.row, k).zero_()
+                    self.targets[self.task][k].zero_()
         self.result.reached |= self.seen
 
-    def backward(
-        self, roots: Sequence[Tensor | GradientEdge], factors: Sequence[float | Tensor], *, retain_graph: bool
-    ) -> None:
-        """One backward pass from several roots, each times its factor (and the loss scale, taken off again)."""
-        seeds = [self.tasks.seed(root, factor) for root, factor in zip(roots, factors, strict=True)]
+    def backward(self, roots: Sequence[Tensor | GradientEdge], seeds: Sequence[Tensor], *, retain_graph: bool) -> None:
+        """One backward pass from several roots; the loss scale that is in the seeds is taken off again."""
         # FSDP2's parameters are not in the graph themselves: they get .grad at the end of a full backward pass.
         backward(roots, seeds, inputs=None if self.sharded else self.inputs, retain_graph=retain_graph)
         for p in self.sharded:
@@ -194,8 +191,10 @@ class Capture:
             grads[self.task] = grads[self.task] + grad if self.task in grads else grad
             return
         self.seen.add(k)
-        grad = local(grad.to_dense() if grad.is_sparse else grad)
-        target = self.layout.view(self.row, k)
+        grad = grad.to_dense() if grad.is_sparse else grad
+        if self.sharded:
+            grad = local(grad)
+        target = self.targets[self.task][k]
         target.add_(grad) if self.adding else target.copy_(grad)
 
 
@@ -213,9 +212,10 @@ def combined_backward(
     roots = [(root, w) for root, w in zip(tasks.roots, weights, strict=True) if root is not None]
     result = TaskGradients(torch.empty(0), {}, set())
     if inputs and roots:
-        with Capture(tasks, Layout(()), inputs, result) as capture:
+        seeds = [tasks.seed(root, w) for root, w in roots]
+        with Capture(tasks, Layout(()), inputs, result) as capture, no_autocast():
             capture.begin(0)
-            capture.backward([root for root, _ in roots], [w for _, w in roots], retain_graph=retain_graph)
+            capture.backward([root for root, _ in roots], seeds, retain_graph=retain_graph)
     return [result.own[id(p)][0] if id(p) in result.own else None for p in inputs]
 
 

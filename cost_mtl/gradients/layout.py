@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cost_mtl._torch.dtensor import is_sharded, local, pieces_group
+from cost_mtl._torch.dtensor import local, pieces_group, sharded_among
 
 BLOCK = 8192
 """Columns that pass through the processor's cache at a time where G is read and written in place."""
@@ -29,9 +29,10 @@ class Layout:
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = tuple(params)
         self.index = {id(p): k for k, p in enumerate(self.params)}
-        self.pieces = [local(p) for p in self.params]
-        self.pieces_group = pieces_group(self.params)
-        self._check()
+        sharded = sharded_among(self.params)
+        self.pieces = [local(p) for p in self.params] if sharded else list(self.params)
+        self.pieces_group = pieces_group(self.params) if sharded else None
+        self._check(len(sharded))
         sizes = [p.numel() for p in self.pieces]
         self.starts = list(accumulate(sizes, initial=0))
         self.numel = sum(sizes)
@@ -41,12 +42,12 @@ class Layout:
         self.dtype = torch.float64 if doubles else torch.float32
         self.device = self.params[0].device if self.params else torch.device("cpu")
 
-    def _check(self) -> None:
+    def _check(self, sharded: int) -> None:
         odd = next((p for p in self.params if p.is_complex()), None)
         if odd is not None:
             raise TypeError(f"shared: expected real parameters, got a complex one of shape {list(odd.shape)}: keep its "
                             "real and imaginary parts as a real parameter (torch.view_as_real)")  # fmt: skip
-        if len({is_sharded(p) for p in self.params}) > 1:
+        if sharded not in (0, len(self.params)):
             raise ValueError("shared: expected all parameters to be sharded by fully_shard or none, got both kinds: "
                              "call fully_shard on the whole model, too")  # fmt: skip
 

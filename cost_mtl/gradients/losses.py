@@ -56,6 +56,10 @@ class TaskLosses:
             return factor.to(like.device, like.dtype)
         return torch.full((), factor, dtype=like.dtype, device=like.device)
 
+    def seeds(self, factor: float) -> list[Tensor | None]:
+        """:meth:`seed` of every root; None where a task has none."""
+        return [None if root is None else self.seed(root, factor) for root in self.roots]
+
 
 def split_losses(losses: object, *, scale: Tensor | None = None, require_graph: bool = True) -> TaskLosses:
     """Take apart whatever a closure may return (:data:`cost_mtl.base.Losses`).

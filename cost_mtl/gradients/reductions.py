@@ -78,9 +78,13 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return parts.sum(dtype=wide) + rest
 
 
-def norm_of(grads: Sequence[Tensor], device: torch.device, *, exact: bool = False) -> Tensor:
-    """Euclidean norm [] of some gradients (dense or sparse), not finite if one of them is not."""
-    return norm([entries_of(g) for g in grads], exact=exact, device=device)
+def norm_of(grads: Sequence[Tensor], device: torch.device, *, exact: bool = False, plain: bool = False) -> Tensor:
+    """Euclidean norm [] of some gradients (dense or sparse), not finite if one of them is not.
+
+    Args:
+        plain: none of them is a DTensor.
+    """
+    return norm([g if plain and not g.is_sparse else entries_of(g) for g in grads], exact=exact, device=device)
 
 
 def entries_of(grad: Tensor) -> Tensor:

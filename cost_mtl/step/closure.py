@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cost_mtl._torch.autocast import Autocast
@@ -29,6 +32,8 @@ class Thunk:
     autocast: Autocast = field(default_factory=Autocast.capture)
 
     def __call__(self) -> Any:
+        if not self.autocast.active:
+            return self.closure(*self.batch)
         with self.autocast.restored():
             return self.closure(*self.batch)
 
@@ -51,7 +56,8 @@ def bind(closure: Any, batch: tuple[Any, ...], scale: Tensor | None = None) -> l
             "backward() and then step() has to hand the losses over instead (examples/accelerate_loop.py and "
             "examples/lightning_module.py show how)"
         )
-    refuse_accumulation()
+    if "accelerate.state" in sys.modules:
+        refuse_accumulation()
     return [Thunk(closure, batch, scale)]
 
 
@@ -65,10 +71,15 @@ def run(thunks: Sequence[Thunk], model: nn.Module) -> Iterator[TaskLosses]:
     for thunk in thunks:
         # The cache of weights cast by autocast outlives an in-place change of the weights.
         torch.clear_autocast_cache()
-        with torch.enable_grad(), without_reducer(model):
+        with torch.enable_grad(), without_reducer(model) if _may_be_wrapped() else nullcontext():
             tasks = split_losses(thunk(), scale=getattr(thunk, "scale", None), require_graph=False)
         if names is not None and tasks.names != names:
             raise ValueError(f"closure: expected the tasks {list(names)} in every micro-batch, got {list(tasks.names)}")
         names = tasks.names
         yield tasks
         del tasks
+
+
+def _may_be_wrapped() -> bool:
+    """Whether a model can be in DistributedDataParallel, which needs a process group."""
+    return dist.is_available() and dist.is_initialized()

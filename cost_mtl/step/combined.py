@@ -14,6 +14,9 @@ from cost_mtl.gradients.layout import Layout
 from cost_mtl.gradients.losses import TaskLosses
 from cost_mtl.step.closure import Thunk
 
+ONE_PASS = 1e-15, 1e15
+"""Weights within this range can be the factors of one backward pass in float32."""
+
 
 @dataclass(frozen=True)
 class Reused:
@@ -30,6 +33,11 @@ class Reused:
     def covers(self, names: Iterable[str]) -> bool:
         """Whether every one of the tasks has a weight; one that has joined since needs a solve."""
         return all(name in self.weights for name in names)
+
+
+def fit_one_pass(weights: Tensor) -> bool:
+    """Whether weights [K] on the CPU can be the factors of one backward pass."""
+    return all(w == 0 or ONE_PASS[0] <= abs(w) <= ONE_PASS[1] for w in weights.tolist())
 
 
 class _Combined:

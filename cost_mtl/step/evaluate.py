@@ -17,10 +17,10 @@ from cost_mtl.distributed.shares import Share, scatter_mean_
 from cost_mtl.gradients.backward import TaskGradients, collect
 from cost_mtl.gradients.graph import other_parameters, refuse_reentrant_checkpoints
 from cost_mtl.gradients.layout import Layout
-from cost_mtl.gradients.losses import TaskLosses
+from cost_mtl.gradients.losses import TaskLosses, no_graph
 from cost_mtl.step.closure import Thunk, run
 from cost_mtl.step.combined import Reused, _Combined
-from cost_mtl.step.parameters import Trainable
+from cost_mtl.step.parameters import Parameters
 from cost_mtl.step.warnings import warn_about_constants, warn_about_others
 
 
@@ -51,7 +51,7 @@ class Evaluation:
     pieces: Any = None
     share: Share | None = None
 
-    def whole(self) -> Evaluation:
+    def gathered(self) -> Evaluation:
         """With all columns of G averaged."""
         if self.share is None:
             return self
@@ -64,7 +64,7 @@ def mean_losses(values: Sequence[Tensor], group: Any, dtype: torch.dtype | None 
     total = values[0].to(dtype or values[0].dtype)
     if len(values) > 1:
         total = torch.stack([v.to(total.dtype) for v in values]).mean(dim=0)
-    return mean_(total.clone(), group)
+    return total.clone() if group is None else mean_(total.clone(), group)
 
 
 def measure(
@@ -74,12 +74,12 @@ def measure(
     own: Sequence[Tensor],
     group: Any,
     *,
-    trainable: Trainable | None = None,
+    parameters: Parameters | None = None,
     out: Tensor | None = None,
     single: bool = True,
     known: Iterable[str] = (),
     reused: Reused | None = None,
-    look_closely: bool = False,
+    first_step: bool = False,
     in_teleport: AbstractContextManager[None] | None = None,
 ) -> Evaluation:
     """Losses and per-task gradients; the closure of each micro-batch is called once.
@@ -87,12 +87,12 @@ def measure(
     Args:
         layout: the shared parameters.
         own: the other trainable parameters.
-        trainable: finds them again where the closure changes ``requires_grad``.
+        parameters: finds them again where the closure changes ``requires_grad``.
         out: buffer for G.
         single: with one task nothing is shared: treat all parameters as its own.
         known: tasks seen in earlier steps: one task beside them is not alone, it is the one that has labels here.
         reused: weights to combine the losses with before the backward pass, where they cover the tasks.
-        look_closely: for the first evaluation: refuse what would go wrong silently.
+        first_step: for the first evaluation: refuse what would go wrong silently.
         in_teleport: the tasks are known, and this context makes the failure of one process everyone's.
     """
     values: list[Tensor] = []
@@ -103,24 +103,23 @@ def measure(
     if in_teleport is not None:
         found = run(thunks, model)
     else:
-        found = _checked(thunks, model, [*layout.params, *own], group, look_closely=look_closely)
+        found = _checked(thunks, model, [*layout.params, *own], group, first_step=first_step)
     with in_teleport or nullcontext():
         for tasks in found:
-            changed = None if trainable is None else trainable.after(tasks, first=not values)
-            if changed is not None:
-                layout, own = changed
+            if parameters is not None and parameters.after(tasks, first=not values):
+                layout, own = parameters.layout, parameters.own
             if single and layout.params and is_alone(tasks, known):
                 own, layout = [*layout.params, *own], Layout(())
             if reused is not None and not values and reused.covers(tasks.names):
                 combined = _Combined.start(reused, tasks.names, layout, own, thunks)
-            if look_closely and not values and not any(map(is_sharded, (*layout.params, *own))):
+            if first_step and not values and not any(map(is_sharded, (*layout.params, *own))):
                 warn_about_others(other_parameters(tasks.roots, [*layout.params, *own]))
                 warn_about_constants(tasks)
             if combined is not None:
                 combined.add(tasks)
             else:
                 result = collect(tasks, layout, own, out=out, factor=1.0 / len(thunks), add_to=result)
-                if look_closely and len(result.reached) + len(result.own) < len(layout.params) + len(own):
+                if first_step and len(result.reached) + len(result.own) < len(layout.params) + len(own):
                     refuse_reentrant_checkpoints(tasks.roots)
             names, named = tasks.names, tasks.named
             graphs |= {i for i, root in enumerate(tasks.roots) if root is not None}
@@ -143,18 +142,20 @@ def is_alone(tasks: TaskLosses, known: Iterable[str]) -> bool:
 
 
 def _checked(
-    thunks: Sequence[Thunk], model: nn.Module, params: Sequence[Tensor], group: Any, *, look_closely: bool
+    thunks: Sequence[Thunk], model: nn.Module, params: Sequence[Tensor], group: Any, *, first_step: bool
 ) -> Iterator[TaskLosses]:
     """:func:`run`, with a look at whether the processes' losses can be averaged."""
-    if look_closely:
+    if first_step:
         _refuse_hooks(params)
     device = params[0].device if params else torch.device("cpu")
     lockstep = group is not None and communicates(model, params)
-    foreign = refusing_foreign_wrappers(model) if look_closely and group is not None else nullcontext()
+    foreign = refusing_foreign_wrappers(model) if first_step and group is not None else nullcontext()
     with foreign:
         unseen = True
         for tasks in run(thunks, model):
-            if unseen or lockstep or group is None:
+            if group is None and not tasks.has_graph:
+                raise ValueError(no_graph(tasks))
+            if group is not None and (unseen or lockstep):
                 agree_on_tasks(tasks, device, group, lockstep=lockstep)
             unseen = False
             yield tasks

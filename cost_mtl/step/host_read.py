@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cost_mtl._torch.dtensor import sum_pieces_
-from cost_mtl.base import DETERMINED, SolverReport
 from cost_mtl.distributed.collectives import broadcast_
 from cost_mtl.gradients.gramian import exact_gramian, gramian, gramian_noise
 from cost_mtl.gradients.reductions import norm_of
@@ -28,6 +27,12 @@ class HostRead:
     noise: float
     scale: float = 1.0
 
+    @property
+    def finite(self) -> bool:
+        """Whether every number of it is."""
+        tensors = self.losses, self.gramian
+        return math.isfinite(self.own_norm) and all(bool(torch.isfinite(t).all()) for t in tensors)
+
 
 def host_read(now: Evaluation, group: Any = None, scale: Tensor | None = None) -> tuple[Tensor, HostRead]:
     """M [K, K] in float64, on the device, and what decisions hang on, on the host, in one transfer.
@@ -37,16 +42,21 @@ def host_read(now: Evaluation, group: Any = None, scale: Tensor | None = None) -
     """
     G = now.gradients.matrix
     wide = torch.float32 if G.device.type == "mps" else torch.float64
-    M = _summed(gramian(_mine(now), dtype=wide), now)
+    M = _summed(gramian(G if now.share is None else now.share.of(G), dtype=wide), now)
+    noise = gramian_noise(G)
     own = [grad for by_task in now.gradients.own.values() for grad in by_task.values()]
     K = len(now.losses)
-    size = norm_of(own, M.device).to(M.dtype).reshape(1)
-    sums = sum_pieces_(torch.cat([M.flatten(), size]), now.pieces)
+    size = norm_of(own, M.device, plain=now.pieces is None).to(M.dtype).reshape(1)
+    sums = torch.cat([M.flatten(), size])
+    if now.pieces is not None:
+        sum_pieces_(sums, now.pieces)
     factor = torch.ones_like(size) if scale is None else scale.to(M.device, M.dtype).reshape(1)
-    everything = broadcast_(torch.cat([now.losses.to(M.device, M.dtype), factor, sums]), group)
+    everything = torch.cat([now.losses.to(M.device, M.dtype), factor, sums])
+    if group is not None:
+        broadcast_(everything, group)
     M, values = everything[K + 1 : -1].view_as(M).clone(), everything.cpu().double()
     read = values[K + 1 : -1].view(len(G), len(G))
-    host = HostRead(values[:K], read, float(values[-1]), gramian_noise(G), float(values[K]))
+    host = HostRead(values[:K], read, float(values[-1]), noise, float(values[K]))
     diagonal = host.gramian.diagonal()
     if not math.isfinite(host.own_norm):  # the squares, or the gradients themselves
         size = norm_of(own, M.device, exact=True).to(M.dtype)
@@ -60,22 +70,16 @@ def host_read(now: Evaluation, group: Any = None, scale: Tensor | None = None) -
 def read_exactly(now: Evaluation, host: HostRead, group: Any = None) -> tuple[Tensor, HostRead]:
     """The same with M from products in float64: on the device, and on the host the same numbers in all processes."""
     G = now.gradients.matrix
-    exact = broadcast_(sum_pieces_(_summed(exact_gramian(_mine(now)), now), now.pieces), group)
+    exact = broadcast_(
+        sum_pieces_(_summed(exact_gramian(G if now.share is None else now.share.of(G)), now), now.pieces), group
+    )
     M = exact.to(G.device, torch.float32 if G.device.type == "mps" else torch.float64)
     return M, replace(host, gramian=exact.cpu(), noise=gramian_noise(G, exact=True))
 
 
-def needs_more_digits(report: SolverReport | None, now: Evaluation, host: HostRead) -> bool:
-    """Whether the weights depend on digits that M does not have, but an exact one would."""
-    if report is None or not report.rounding > DETERMINED:
-        return False
+def can_read_exactly(now: Evaluation, host: HostRead) -> bool:
+    """Whether an exact Gramian has digits that this one does not have."""
     return host.noise > gramian_noise(now.gradients.matrix, exact=True)
-
-
-def _mine(now: Evaluation) -> Tensor:
-    """The columns of G that are averaged here."""
-    G = now.gradients.matrix
-    return G if now.share is None else now.share.of(G)
 
 
 def _summed(M: Tensor, now: Evaluation) -> Tensor:

@@ -102,12 +102,12 @@ def fingerprint(closure: Callable[..., Any]) -> str:
         owner = type(closure.__self__)
         return f"{fingerprint(closure.__func__)} of {owner.__module__}.{owner.__qualname__}"
     if isinstance(closure, FunctionType):
-        caught = _plain(_caught(closure))
-        return f"{closure.__module__}.{closure.__qualname__} {_digest(closure.__code__)} {caught}"
+        contents = _plain(caught(closure))
+        return f"{closure.__module__}.{closure.__qualname__} {digest_of_code(closure.__code__)} {contents}"
     return f"an object of {type(closure).__module__}.{type(closure).__qualname__}"
 
 
-def _caught(function: FunctionType) -> tuple[Any, ...]:
+def caught(function: FunctionType) -> tuple[Any, ...]:
     """The values in a function's cells and its defaults."""
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
     return (*map(_content, function.__closure__ or ()), *defaults)
@@ -127,12 +127,12 @@ def _plain(values: Sequence[Any]) -> list[Any]:
 
 def _plain_one(value: Any) -> str | None:
     if isinstance(value, FunctionType):
-        return f"{value.__module__}.{value.__qualname__} {_digest(value.__code__)}"
+        return f"{value.__module__}.{value.__qualname__} {digest_of_code(value.__code__)}"
     return repr(value) if type(value) in _PLAIN else None
 
 
 @lru_cache(maxsize=64)
-def _digest(code: CodeType) -> str:
+def digest_of_code(code: CodeType) -> str:
     return hashlib.sha256(repr(_content_of(code)).encode()).hexdigest()[:16]
 
 
@@ -159,7 +159,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, MethodType) and isinstance(b, MethodType):
         return a.__func__ is b.__func__ and a.__self__ is b.__self__
     if isinstance(a, FunctionType) and isinstance(b, FunctionType):
-        return a.__code__ == b.__code__ and _all_same(_caught(a), _caught(b))
+        return a.__code__ == b.__code__ and _all_same(caught(a), caught(b))
     return False
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cost_mtl.distributed.collectives import union
 from cost_mtl.gradients.reductions import entries_of
@@ -17,8 +15,7 @@ from cost_mtl.step.host_read import HostRead
 
 def bad_tasks(now: Evaluation, host: HostRead, group: Any = None) -> list[int]:
     """Tasks whose loss or gradient is not finite."""
-    suspicious = not torch.isfinite(host.losses).all() or not torch.isfinite(host.gramian).all()
-    if not suspicious and math.isfinite(host.own_norm):
+    if host.finite:
         return []
     found = set(not_finite(now))
     flags = torch.tensor([i in found for i in range(len(now.names))], dtype=torch.uint8, device=now.losses.device)
@@ -32,19 +29,6 @@ def complaint(now: Evaluation, bad: Sequence[int], step: int) -> str:
         f"not finite: the loss or a gradient of {which} in step {step}. Parameters and optimizer state are as before; "
         "on_nonfinite='skip' leaves such steps out"
     )
-
-
-def refuse_weights(weights: Tensor, weighting: Any) -> None:
-    """Refuse weights [K], on the CPU, that would make parameters not finite.
-
-    Raises:
-        ValueError: a weight is NaN or infinite.
-    """
-    if not bool(torch.isfinite(weights).all()):
-        raise ValueError(
-            f"weighting: {type(weighting).__name__} returned weights that are not finite, {weights.tolist()}, from "
-            "losses and gradients that are. Parameters and optimizer state are as before"
-        )
 
 
 def not_finite(evaluation: Evaluation) -> list[int]:

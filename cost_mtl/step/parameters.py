@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cost_mtl._torch.undo import undoing
 from cost_mtl.gradients.graph import leaves
+from cost_mtl.gradients.layout import Layout
 from cost_mtl.gradients.losses import TaskLosses
-
-if TYPE_CHECKING:
-    from cost_mtl.gradients.layout import Layout
-from cost_mtl._torch.param_groups import held_by
 
 Shared = nn.Module | Tensor | Iterable[nn.Module | Tensor]
 
@@ -55,22 +51,66 @@ def _iterable(shared: object) -> Iterable[object]:
     return shared
 
 
-class Trainable:
-    """Which parameters were trainable when a step began: a closure may switch ``requires_grad`` on or off.
+class Parameters:
+    """All parameters of the model and the base optimizer in one step, and which of the trainable ones are shared.
 
     Args:
-        model, base: the parameters are theirs.
-        choose: makes the layout of the shared parameters and the list of the others, from the flags as they are.
+        shared: the shared parameters that the user named, or None.
+        found: indices among the model's of those found from the graph so far, which count where ``shared`` is None.
+
+    Attributes:
+        every: the distinct parameters, in order.
+        flags: their ``requires_grad``. A closure may switch it on or off, see :meth:`after`.
+        layout: the trainable shared ones; own: the other trainable ones.
     """
 
-    def __init__(self, model: nn.Module, base: Optimizer, choose: Callable[[], tuple[Layout, list[Tensor]]]) -> None:
-        self.model, self.choose = model, choose
-        self.params = list({id(p): p for p in (*model.parameters(), *held_by(base))}.values())
-        self.flags = [p.requires_grad for p in self.params]
+    def __init__(
+        self, model: nn.Module, base: Optimizer, shared: Sequence[Tensor] | None, found: Sequence[int]
+    ) -> None:
+        self.model = model
+        mine: list[Tensor] = list(model.parameters())
+        held = [p for group in base.param_groups for p in group["params"]]
+        self.every = list({id(p): p for p in (*mine, *held)}.values())
+        self.flags = [p.requires_grad for p in self.every]
+        self.shared = [mine[k] for k in found] if shared is None else shared
+        self.layout, self.own = self._split()
 
-    def after(self, tasks: TaskLosses, *, first: bool) -> tuple[Layout, list[Tensor]] | None:
-        """Both after the closure was called, or None where it is unchanged. As in a loop of one's own, a parameter
-        that the closure has unfrozen is trained, and one that it has frozen before the forward pass is not.
+    def _split(self) -> tuple[Layout, list[Tensor]]:
+        layout = Layout([p for p in self.shared if p.requires_grad])
+        return layout, self.outside(layout)
+
+    def outside(self, layout: Layout) -> list[Tensor]:
+        """The parameters that are trainable now and not in the layout."""
+        return [p for p in self.every if p.requires_grad and id(p) not in layout.index]
+
+    def share(self, found: Sequence[int]) -> Layout:
+        """Of the model's parameters, those with these indices are shared; the layout of them."""
+        mine = list(self.model.parameters())
+        self.shared = [mine[k] for k in found]
+        self.layout, self.own = self._split()
+        return self.layout
+
+    def clear_grads(self) -> None:
+        """``.grad`` is None."""
+        for p in self.every:
+            p.grad = None
+
+    def restoring(self, *, with_grads: bool) -> Callable[[], None]:
+        """What puts ``requires_grad`` back as it is now; ``.grad`` too, or None for all."""
+        before = [(p, flag, p.grad if with_grads else None) for p, flag in zip(self.every, self.flags, strict=True)]
+
+        def back() -> None:
+            for p, flag, grad in before:
+                if p.requires_grad != flag:
+                    p.requires_grad_(flag)
+                p.grad = grad
+
+        return back
+
+    def after(self, tasks: TaskLosses, *, first: bool) -> bool:
+        """Look at the flags after the closure was called; whether ``layout`` and ``own`` are others now. As in a loop
+        of one's own, a parameter that the closure has unfrozen is trained, and one that it has frozen before the
+        forward pass is not.
 
         Args:
             first: of the micro-batches.
@@ -79,10 +119,10 @@ class Trainable:
             RuntimeError: a parameter that the losses depend on was frozen: it would get no gradient, silently. Or
                 micro-batches differ.
         """
-        flags = [p.requires_grad for p in self.params]
+        flags = [p.requires_grad for p in self.every]
         if flags == self.flags:
-            return None
-        off = {id(p): p for p, flag, before in zip(self.params, flags, self.flags, strict=True) if before and not flag}
+            return False
+        off = {id(p): p for p, flag, before in zip(self.every, flags, self.flags, strict=True) if before and not flag}
         reached = leaves(tasks.roots)
         lost = [p for k, p in off.items() if k in reached]
         if lost:
@@ -94,13 +134,14 @@ class Trainable:
                 "requires_grad_(True) for each. All flags are again as they were before the step"
             )
         if not first:
-            changed = [p for p, flag, before in zip(self.params, flags, self.flags, strict=True) if flag != before]
+            changed = [p for p, flag, before in zip(self.every, flags, self.flags, strict=True) if flag != before]
             raise RuntimeError(
                 "closure: expected the same trainable parameters in every micro-batch, but it switched requires_grad "
                 f"of {few(names_of(self.model, changed))}"
             )
         self.flags = flags
-        return self.choose()
+        self.layout, self.own = self._split()
+        return True
 
 
 def names_of(model: nn.Module, params: Sequence[Tensor]) -> list[str]:

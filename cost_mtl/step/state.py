@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from cost_mtl._torch.warn import warn
 from cost_mtl.base import State
 from cost_mtl.step.memory import Remembered, without_closures
 from cost_mtl.step.state_checks import Frame, check_progress, is_plain, refuse
@@ -17,7 +18,7 @@ from cost_mtl.step.state_checks import Frame, check_progress, is_plain, refuse
 __all__ = ["VERSION", "Progress", "beside", "detached", "is_plain", "name_of"]
 
 VERSION = 1
-ADDED = ("last_asked", "names", "present", "memory_of")
+ADDED = ("last_asked", "names", "present", "memory_of", "weights_of")
 """Fields that checkpoints of earlier releases of this version lack; they start at their default."""
 
 
@@ -91,8 +92,13 @@ class Progress:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"memory": without_closures(self.memory)}
 
-    def pack(self, method: str) -> dict[str, Any]:
-        """For ``state_dict()["cost"]``; ``method`` names the weighting whose state it is.
+    def restoring(self) -> Callable[[], None]:
+        """What puts every field back as it is now."""
+        return partial(vars(self).update, dict(vars(self)))
+
+    def pack(self, method: str, weights_of: str = "") -> dict[str, Any]:
+        """For ``state_dict()["cost"]``; ``method`` names the weighting whose state it is, ``weights_of`` the weighting
+        with its settings (:func:`cost_mtl.step.identity.identity`).
 
         Batches that ``torch.load(weights_only=True)`` would refuse are counted, not saved.
         """
@@ -101,12 +107,15 @@ class Progress:
         kept = without_closures(self.memory) if savable else []
         packed["memory"] = [detached(m.batch) for m in kept]
         packed["memory_of"] = [{"names": _listed(m.names), "closures": _listed(m.fingerprints)} for m in kept]
-        return packed | {"version": VERSION, "method": method, "memory_lost": 0 if savable else len(self.memory)}
+        lost = 0 if savable else len(self.memory)
+        return packed | {"version": VERSION, "method": method, "weights_of": weights_of, "memory_lost": lost}
 
     @classmethod
-    def unpack(cls, state: Any, method: str, frame: Frame | None = None) -> Progress:
+    def unpack(cls, state: Any, method: str, frame: Frame | None = None, *, weights_of: str = "") -> Progress:
         """Read what :meth:`pack` made, all of which is looked at first. The state of another weighting than ``method``
-        is left out: the coming step then starts this one's.
+        is left out: the coming step then starts this one's. Weights kept for ``every`` > 1 are left out as well where
+        the settings differ (``weights_of``), and where a checkpoint of an earlier release does not tell: the coming
+        step then solves for its own.
 
         Args:
             frame: what it has to fit.
@@ -118,7 +127,14 @@ class Progress:
             raise ValueError(f"state_dict['cost']: expected what COST.state_dict() made, got {type(state).__name__}")
         if type(state["version"]) is not int or state["version"] != VERSION:
             raise ValueError(f"state_dict['cost']: expected version {VERSION}, got version {state['version']!r}")
-        unknown = set(state) - {"version", "method", "memory_lost", "memory_of", *(f.name for f in fields(cls))}
+        unknown = set(state) - {
+            "version",
+            "method",
+            "memory_lost",
+            "memory_of",
+            "weights_of",
+            *(f.name for f in fields(cls)),
+        }
         if unknown:
             raise ValueError(f"state_dict['cost']: expected nothing but the fields of version {VERSION}, got "
                              f"{sorted(map(repr, unknown))} beside them")  # fmt: skip
@@ -128,17 +144,20 @@ class Progress:
             raise ValueError(f"state_dict['cost']: incomplete, without {missing}")
         if type(state["method"]) is not str:
             refuse("['method']", "the name of a weighting", state["method"])
+        if type(state.get("weights_of", "")) is not str:
+            refuse("['weights_of']", "a string", state["weights_of"])
         check_progress(state, frame, same_method=state["method"] == method)
         if state["memory_lost"]:
-            warnings.warn(
+            warn(
                 f"state_dict['cost']: {state['memory_lost']} remembered batches were of a kind that can't be saved; "
                 "teleports start with an empty memory, so this run will not be the undisturbed one bit for bit",
-                stacklevel=3,
             )
         progress = cls(**{f.name: detached(state[f.name]) for f in fields(cls) if f.name in state})
         if isinstance(progress.weights, Tensor):  # as kept by releases that had no names for them
             w, names = progress.weights.tolist(), progress.names
             progress.weights = dict(zip(names, w, strict=True)) if len(names) == len(w) else None
+        if state.get("weights_of") != weights_of:
+            progress.weights = None
         progress.present = progress.present or progress.names
         if frame is not None and state["method"] == method and progress.num_tasks is not None:
             known = progress.names or [str(i) for i in range(progress.num_tasks)]
@@ -147,10 +166,9 @@ class Progress:
         progress.memory = _remembered(progress.memory, state.get("memory_of"))
         if state["method"] != method:
             if progress.weighting:
-                warnings.warn(
+                warn(
                     f"state_dict['cost']: the weighting's state is {state['method']}'s, and this is {method}: it "
                     "starts again",
-                    stacklevel=3,
                 )
             progress.weighting, progress.weights, progress.num_tasks = {}, None, None
             progress.names, progress.present = [], []

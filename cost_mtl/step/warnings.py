@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cost_mtl.gradients.losses import TaskLosses
-
-if TYPE_CHECKING:
-    pass
 from cost_mtl._torch.param_groups import held_by
+from cost_mtl._torch.warn import warn
+from cost_mtl.gradients.losses import TaskLosses
 from cost_mtl.step.parameters import few, names_of
 
 
@@ -24,10 +18,9 @@ def warn_about_constants(tasks: TaskLosses) -> None:
     given as a constant zero, is no mistake."""
     for name, root, value in zip(tasks.names, tasks.roots, tasks.values.tolist(), strict=True):
         if root is None and value != 0:
-            warnings.warn(
+            warn(
                 f"closure: task {name!r} has no graph (requires_grad is False): nothing is learned from it, but it "
                 "counts as a task. A metric? Leave it out of what the closure returns",
-                stacklevel=8,
             )
 
 
@@ -35,10 +28,9 @@ def warn_about_shared(shared: Sequence[Tensor], base: Optimizer, model: nn.Modul
     """Say what is probably a mistake: shared parameters that nothing trains."""
     active = [p for p in shared if p.requires_grad]
     if not active:
-        warnings.warn(
+        warn(
             f"shared: none of its {len(shared)} parameters is trainable (requires_grad is False); only the other "
             "parameters train",
-            stacklevel=4,
         )
     _warn_about_missing("shared", active, base, model)
 
@@ -56,56 +48,29 @@ def _warn_about_missing(what: str, params: Sequence[Tensor], base: Optimizer, mo
     held = {id(p) for p in held_by(base)}
     missing = names_of(model, [p for p in params if id(p) not in held])
     if missing:
-        warnings.warn(
+        warn(
             f"{what}: {len(missing)} parameters are in no param group of the base optimizer ({few(missing)}); they get "
             "a .grad, but another optimizer has to step them",
-            stacklevel=5,
         )
 
 
 def warn_about_left_out(model: nn.Module, several: Sequence[Tensor]) -> None:
     """Say that several tasks reach parameters which ``shared`` does not name."""
     if several:
-        warnings.warn(
+        warn(
             f"shared: several tasks reach {len(several)} parameters outside of it ({few(names_of(model, several))}), "
             "which get the plain sum of their gradients. If they belong to the shared part, name them in shared as "
             "well, or leave shared out: it is then found from the graph",
-            stacklevel=7,
         )
 
 
-UNUSUAL = 1e3
-"""How many times longer or shorter than the plain sum's gradient makes d is unusual: in every run that was seen to
-diverge at the sum's learning rate, and in no other (docs/default_scale.md)."""
-
-
-def warn_about_length(weights: Tensor, M: Tensor, noise: float, max_norm: float | None) -> bool:
-    """Warn where the length of d = G^T w has nothing to do with that of the plain sum's gradient s; whether it was.
-
-    Too short counts only beside the part of s along d, which vanishes on the Pareto front. Lengths that are rounding
-    errors of M tell nothing.
-
-    Args:
-        weights: w [K]; M: [K, K], both on the host; noise: M's relative rounding error.
-        max_norm: what d will be clipped to.
-    """
-    w = weights.detach().to("cpu", torch.float64)
-    rates, lengths = M @ w, M.diagonal().clamp_min(0).sqrt()
-    d, s = float(w @ rates), float(M.sum())
-    least = noise * max(float((w.abs() * lengths).sum()) ** 2, 0.0), noise * float(lengths.sum()) ** 2
-    if not (d > least[0] and s > least[1]) or not (math.isfinite(d) and math.isfinite(s)):
-        return False
-    d, s, along = d**0.5, s**0.5, abs(float(rates.sum()))
-    shown = d if max_norm is None else min(d, max_norm)
-    if s / UNUSUAL * min(1.0, along / (d * s)) <= shown <= s * UNUSUAL:
-        return False
-    warnings.warn(
-        f"weighting: the combined gradient has the norm {shown:.2g}, that of the plain sum {s:.2g}: a learning rate "
+def warn_about_length(norm: float, plain: float) -> None:
+    """Say that the norm of d has nothing to do with that of the plain sum's gradient."""
+    warn(
+        f"weighting: the combined gradient has the norm {norm:.2g}, that of the plain sum {plain:.2g}: a learning rate "
         'that suits the sum does not suit this, Adam and its like aside. scale="project" (FairGrad, NashMTL, CAGrad, '
         "MGDA, IMTLG) gives it a length that does; or clip with max_norm, or choose the learning rate again",
-        stacklevel=7,
     )
-    return True
 
 
 def warn_about_nothing_to_weigh(tasks: int, shared: Sequence[Tensor]) -> None:
@@ -116,7 +81,7 @@ def warn_about_nothing_to_weigh(tasks: int, shared: Sequence[Tensor]) -> None:
         what = "no trainable parameter is reached by two of its losses (a detach() in between?): each task trains alone"
     else:
         return
-    warnings.warn(f"closure: {what}", stacklevel=7)
+    warn(f"closure: {what}")
 
 
 def warn_about_weighting(own: Sequence[Tensor], base: Optimizer) -> None:
@@ -124,11 +89,10 @@ def warn_about_weighting(own: Sequence[Tensor], base: Optimizer) -> None:
     held = {id(p) for p in held_by(base)}
     missing = [p for p in own if id(p) not in held]
     if missing:
-        warnings.warn(
+        warn(
             f"weighting: {len(missing)} parameters of its own are in no param group of the base optimizer, and stay "
             "as they are unless another optimizer steps them: give them to it beside the model's, "
             "[*model.parameters(), *weighting.parameters()]",
-            stacklevel=7,
         )
 
 
@@ -136,9 +100,8 @@ def warn_about_others(others: Sequence[Tensor]) -> None:
     """Say that the losses reach parameters which get no gradient here."""
     if others:
         shapes = few([str(list(p.shape)) for p in others])
-        warnings.warn(
+        warn(
             f"closure: the losses reach {len(others)} parameters (shapes {shapes}) that are neither in the model nor "
             "in the base optimizer: they get no .grad. If they are to be trained (learned loss weights, say), give "
             "them to the base optimizer; if not, requires_grad_(False) spares their gradients",
-            stacklevel=8,
         )

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from cost_mtl._torch.rng import Moment
+from cost_mtl._torch.rng import ForwardState
 from cost_mtl._torch.undo import undoing
 from cost_mtl.distributed.collectives import mean_
-from cost_mtl.distributed.failures import Fate, lacks_memory
+from cost_mtl.distributed.failures import FailTogether, lacks_memory
 from cost_mtl.gradients.backward import TaskGradients, collect, combined_backward
 from cost_mtl.gradients.gramian import gramian
 from cost_mtl.gradients.layout import Layout
@@ -56,7 +56,7 @@ class Problem:
     Attributes:
         own: the other trainable parameters, whose gradients are wanted at an accepted point.
         closures: per batch, the current one first, the closures of its micro-batches (mostly one), without arguments.
-        moment: random streams and buffers that every evaluation starts from.
+        state: random streams and buffers that every evaluation starts from.
         names: the current tasks. Those of an earlier batch are put in this order.
         fate: what happens in one process of the group happens in all; its group is averaged over.
         tally: evaluations done so far.
@@ -66,14 +66,14 @@ class Problem:
     layout: Layout
     own: Sequence[Tensor]
     closures: Sequence[Sequence[Thunk]]
-    moment: Moment
+    state: ForwardState
     names: tuple[str, ...]
     losses: Tensor
     gradients: Tensor
     gramian: Tensor
     scale: Tensor | None
     generator: torch.Generator
-    fate: Fate
+    fate: FailTogether
     iterates: Sequence[Tensor] = ()
     tally: Tally = field(default_factory=Tally)
     theta: list[Tensor] = field(init=False)
@@ -147,7 +147,7 @@ class Problem:
                 raise UnusableBatchError(batch, "error", f"it raised {type(error).__name__}: {error}") from error
 
     def _run(self, batch: int) -> Iterator[TaskLosses]:
-        self.moment.restore()
+        self.state.restore()
         self.tally.calls += 1
         began = _now()
         for tasks in run(self.closures[batch], self.model):
@@ -185,7 +185,7 @@ class Problem:
 
     def measure(self, out: Tensor | None = None) -> Evaluation:
         """Losses and all gradients, of shared and other parameters, on batch 0 where the model stands."""
-        self.moment.restore()
+        self.state.restore()
         self.tally.calls += 1
         there = measure(self.closures[0], self.model, self.layout, self.own, self.group, out=out, single=False,
                         in_teleport=self._evaluating(0))  # fmt: skip

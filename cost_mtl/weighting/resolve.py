@@ -13,7 +13,7 @@ from cost_mtl.base import SolvingWeighting, State, StatefulWeighting, Weighed, W
 from cost_mtl.weighting import torchjd_adapter
 from cost_mtl.weighting._checks import checked_weights
 
-__all__ = ["goes_by_name", "needs_gramian_only", "resolve"]
+__all__ = ["resolve"]
 
 
 def resolve(weighting: Any) -> StatefulWeighting:
@@ -49,16 +49,6 @@ def resolve(weighting: Any) -> StatefulWeighting:
         f"weighting must be a callable gramian [K, K] -> weights [K] or a StatefulWeighting, "
         f"got {type(weighting).__name__}; for the plain sum: cost_mtl.EqualWeighting()"
     )
-
-
-def needs_gramian_only(weighting: StatefulWeighting) -> bool:
-    """Whether it never looks at the gradients themselves."""
-    return getattr(weighting, "needs", "gradients") == "gramian"
-
-
-def goes_by_name(weighting: StatefulWeighting) -> bool:
-    """Whether its settings and its state go by task name, so that absent tasks can be left out of its inputs."""
-    return bool(getattr(weighting, "by_name", False))
 
 
 def _name(weighting: Any) -> str:

@@ -6,8 +6,8 @@ from torch import nn
 
 import cost_mtl
 from cost_mtl import Acceptance, LoRATeleporter
-from cost_mtl._torch.rng import Moment
-from cost_mtl.distributed.failures import Fate
+from cost_mtl._torch.rng import ForwardState
+from cost_mtl.distributed.failures import FailTogether
 from cost_mtl.gradients.gramian import gramian
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.teleport.coordinates.adapters import adapters
@@ -24,9 +24,9 @@ def problem_of(model, x, ys):
     G = cost_mtl.task_gradients(losses(model, x, ys), layout.params)
     return Problem(
         model, layout, list(model.heads.parameters()), [[lambda: losses(model, x, ys)]],
-        Moment.capture(model.modules(), []), NAMES[: len(model.heads)],
+        ForwardState.capture(model.modules(), []), NAMES[: len(model.heads)],
         torch.stack(losses(model, x, ys)).detach().double(), G,
-        gramian(G, dtype=torch.float64), None, torch.Generator().manual_seed(0), Fate(layout.device, None),
+        gramian(G, dtype=torch.float64), None, torch.Generator().manual_seed(0), FailTogether(layout.device, None),
     )  # fmt: skip
 
 
