@@ -12,7 +12,7 @@ from torch import nn
 
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, DifferenceTeleporter, LoRATeleporter, Move, Penalty
-from cost_mtl._torch.rng import Moment
+from cost_mtl._torch.rng import ForwardState
 from cost_mtl.distributed.failures import Fate
 from cost_mtl.gradients.gramian import gramian
 from cost_mtl.gradients.layout import Layout
@@ -102,7 +102,7 @@ def problem_of(model, task_losses):
     layout = Layout([model.x])
     G = cost_mtl.task_gradients(task_losses(), layout.params)
     return Problem(
-        model, layout, [], [[task_losses]], Moment.capture(model.modules(), []), ("0", "1", "2"),
+        model, layout, [], [[task_losses]], ForwardState.capture(model.modules(), []), ("0", "1", "2"),
         task_losses().detach().double(), G, gramian(G, dtype=torch.float64), None,
         torch.Generator().manual_seed(0), Fate(layout.device, None),
     )  # fmt: skip
