@@ -13,7 +13,7 @@ from torch import nn
 import cost_mtl
 from cost_mtl import Acceptance, DenseTeleporter, DifferenceTeleporter, LoRATeleporter, Move, Penalty
 from cost_mtl._torch.rng import ForwardState
-from cost_mtl.distributed.failures import Fate
+from cost_mtl.distributed.failures import FailTogether
 from cost_mtl.gradients.gramian import gramian
 from cost_mtl.gradients.layout import Layout
 from cost_mtl.teleport.coordinates.dense import DenseCoordinates
@@ -104,7 +104,7 @@ def problem_of(model, task_losses):
     return Problem(
         model, layout, [], [[task_losses]], ForwardState.capture(model.modules(), []), ("0", "1", "2"),
         task_losses().detach().double(), G, gramian(G, dtype=torch.float64), None,
-        torch.Generator().manual_seed(0), Fate(layout.device, None),
+        torch.Generator().manual_seed(0), FailTogether(layout.device, None),
     )  # fmt: skip
 
 
