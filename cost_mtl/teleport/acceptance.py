@@ -40,7 +40,7 @@ def judged(move: Move, before: Tensor, after: Tensor) -> tuple[Objective | None,
 
 def why_not(objective: Objective, before: Tensor, after: Tensor, rule: Acceptance) -> str:
     """Why the objective has not gained enough, or another promise was harmed, or ""."""
-    gain, least = objective.gain(before, after), objective.least(rule)
+    gain, least = float(objective.gain(before, after)), float(objective.least(rule))
     if not gain >= least:
         return wording_of(objective).missed(gain, least)
     for promise in others(objective):

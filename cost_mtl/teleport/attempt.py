@@ -22,8 +22,8 @@ from cost_mtl.step.state import Progress
 from cost_mtl.teleport.acceptance import better_length, judged
 from cost_mtl.teleport.base import ProposesInTurn, Teleporter, TeleportProblem, TeleportReport
 from cost_mtl.teleport.invariance import relative_change
-from cost_mtl.teleport.move import PLACEBO, Move
-from cost_mtl.teleport.objectives.base import Objective
+from cost_mtl.teleport.move import Move
+from cost_mtl.teleport.objectives.base import PLACEBO, Objective
 from cost_mtl.teleport.problem import Problem, UnrepeatableClosureError
 from cost_mtl.teleport.snapshot import Structure
 from cost_mtl.teleport.solvers.base import heldout_batch
@@ -68,7 +68,7 @@ class Arrival:
 
 @dataclass
 class _Candidate:
-    """The last point looked at."""
+    """What was found at the last point that was evaluated."""
 
     losses: Tensor | None = None
     evaluation: Evaluation | None = None
@@ -132,12 +132,12 @@ def _put_back(problem: Problem, structure: Structure) -> None:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A move that was looked at.
+    """A move that was verified.
 
     Attributes:
         move: as proposed.
-        delta: [m], the change of the parameters that was looked at last.
-        candidate: what was seen there.
+        delta: [m], the change of the parameters that was evaluated last.
+        candidate: what was found there.
         reason: why it is rejected; "" if it is not.
     """
 
@@ -171,7 +171,7 @@ def fallback_objectives(teleporter: ProposesInTurn, problem: TeleportProblem, fi
 
 
 def _try(problem: Problem, ask: Callable[[], Move], structure: Structure, out: Tensor | None) -> _Tried:
-    """Ask for a move at theta and look at it, and at another length of it where that may do."""
+    """Ask for a move at theta and verify it, and another length of it where that may do."""
     problem.reset()
     with problem.fate.shared():
         try:
@@ -228,7 +228,7 @@ def _checked(move: Any, problem: Problem) -> Move:
 
 
 def _verify(problem: Problem, move: Move, delta: Tensor, out: Tensor | None) -> tuple[_Candidate, str]:
-    """Look at theta + delta; what was seen there, and why it is rejected ("" if it is not)."""
+    """Evaluate theta + delta; what was found there, and why it is rejected ("" if it is not)."""
     candidate = _Candidate()
     if not bool(torch.isfinite(delta).all()):
         return candidate, "the proposed move is not finite"
@@ -236,7 +236,7 @@ def _verify(problem: Problem, move: Move, delta: Tensor, out: Tensor | None) -> 
         return candidate, "; ".join(("the teleporter found no move", *move.notes))
     problem.place(delta)
     reason = _losses_kept(problem, move, candidate, heldout_batch(problem, move.used))
-    return candidate, reason or _promise_kept(problem, move, candidate, out)
+    return candidate, reason or _objective_gained(problem, move, candidate, out)
 
 
 def _losses_kept(problem: Problem, move: Move, candidate: _Candidate, heldout: int | None) -> str:
@@ -261,7 +261,7 @@ def _losses_kept(problem: Problem, move: Move, candidate: _Candidate, heldout: i
     return ""
 
 
-def _promise_kept(problem: Problem, move: Move, candidate: _Candidate, out: Tensor | None) -> str:
+def _objective_gained(problem: Problem, move: Move, candidate: _Candidate, out: Tensor | None) -> str:
     candidate.evaluation = problem.measure(out)
     candidate.M = gramian(candidate.evaluation.gradients.matrix, dtype=torch.float64)
     if not bool(torch.isfinite(candidate.M).all()):

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from cost_mtl.teleport.base import Acceptance
 from cost_mtl.teleport.objectives import PROMISES
-from cost_mtl.teleport.objectives.base import Objective
-
-PLACEBO = "none"
-"""The objective of a move that promises nothing."""
+from cost_mtl.teleport.objectives.base import PLACEBO, Objective, is_objective
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def _judge(objective: Any) -> Objective | None:
         named: dict[str, Objective | None] = {p.name: p for p in PROMISES} | {PLACEBO: None}
         if objective in named:
             return named[objective]
-    elif isinstance(objective, Objective) and not isinstance(objective, type):
+    elif is_objective(objective):
         return objective
     names = f"{', '.join(repr(promise.name) for promise in PROMISES)} or {PLACEBO!r}"
     other = "" if isinstance(objective, str) else ", or an object with name, slope, gain and least"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from cost_mtl.teleport.base import Acceptance, TeleportProblem
 from cost_mtl.teleport.objectives import NAMED
-from cost_mtl.teleport.objectives.base import Objective
+from cost_mtl.teleport.objectives.base import Objective, is_objective
 from cost_mtl.teleport.paper import PAPERS
 from cost_mtl.teleport.solvers.base import Solver
 from cost_mtl.teleport.solvers.level_set import LevelSet
@@ -87,7 +87,7 @@ def named(objective: str | Objective) -> Objective:
     if isinstance(objective, str):
         if objective in OBJECTIVES:
             return OBJECTIVES[objective]
-    elif isinstance(objective, Objective) and not isinstance(objective, type):
+    elif is_objective(objective):
         return objective
     names = ", ".join(map(repr, (AUTO, *OBJECTIVES)))
     raise ValueError(

@@ -297,6 +297,16 @@ def test_an_incomplete_objective_is_refused_when_it_is_handed_over(missing):
         DenseTeleporter(objective=FirstNorm)  # the class
 
 
+@pytest.mark.parametrize("name", ["", "none", 3])
+def test_a_name_that_can_not_stand_in_a_report_is_refused(name):
+    objective = FirstNorm()
+    objective.name = name
+    with pytest.raises(ValueError, match=r"objective.name: expected a word other than 'none', got"):
+        LoRATeleporter(objective=objective)
+    with pytest.raises(ValueError, match=r"objective.name: expected a word"):
+        Move(torch.zeros(3), objective)
+
+
 # ------------------------------------------------------------------------------------ teleporters
 
 

@@ -9,7 +9,7 @@ code's copy-and-merge cuts that gradient off.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from cost_mtl.gradients.gramian import gramian
 from cost_mtl.teleport.base import Acceptance, TeleportProblem
 from cost_mtl.teleport.coordinates.base import Coordinates
+
+PLACEBO = "none"
+"""The objective of a move that promises nothing."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,19 @@ class Promise(Objective, Protocol):
     def has_slope(self, M: Tensor, /) -> bool:
         """Whether it can be climbed where the Gramian is M [K, K]."""
         ...
+
+
+def is_objective(thing: object) -> TypeGuard[Objective]:
+    """Whether this is an objective (and not its class).
+
+    Raises:
+        ValueError: it is one, but its name can't stand in a report.
+    """
+    if isinstance(thing, type) or not isinstance(thing, Objective):
+        return False
+    if not isinstance(thing.name, str) or thing.name in ("", PLACEBO):
+        raise ValueError(f"objective.name: expected a word other than {PLACEBO!r}, got {thing.name!r}")
+    return True
 
 
 def in_loss_units(objective: Objective) -> bool:

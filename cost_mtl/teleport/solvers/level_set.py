@@ -10,11 +10,11 @@ By default all of it is first order (no double backward), so fused attention and
    length * ||theta||, then Gauss-Newton corrections that bring every loss back to where it was to second order. If a
    loss stays outside the tolerance there, or outside the wider one on a held-out batch, the step is shortened and
    done again (shortening a corrected move would not do: its corrections are of second order). Where the losses are far
-   off before any correction, their curvature along s, which that look has measured, says how much shorter.
+   off before any correction, their curvature along s, which that evaluation has measured, says how much shorter.
 5. If the held-out losses rose in the mean, the losses on the used batches are lowered for it, within the tolerance.
 
-The move says which part of it is of first order in its length, so that the transaction can look at another length
-where the losses are kept and the promise is not.
+The move says which part of it is of first order in its length, so that the transaction can try another length
+where the losses are kept and the objective gained too little.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ length: cutting it by more than half would leave a part of what is allowed unuse
 
 FAR, NEAR, LEAST_JUMP = 10.0, 4.0, 0.001
 """Where a loss has changed by more than FAR tolerances before any correction, corrections do not bring it back, and on
-stiff problems make it worse (measured). That change is quadratic in the length, J s being 0: one look tells where it is
-NEAR tolerances, and the step is cut to there at once, by LEAST_JUMP at most."""
+stiff problems make it worse (measured). That change is quadratic in the length, J s being 0: one evaluation tells where
+it is NEAR tolerances, and the step is cut to there at once, by LEAST_JUMP at most."""
 
 FALL = 0.9
 """Share of the used batches' tolerance that may be spent on lowering their losses."""
@@ -103,7 +103,7 @@ class LevelSet:
 @dataclass(frozen=True)
 class _Constraints:
     """The losses to keep: start[b] [K] on batch used[b], and the gradients J [R, n] of what is kept, at phi = 0
-    (R = K len(used), or len(used) where it is the mean alone). ``heldout`` is a batch that is only looked at: it limits
+    (R = K len(used), or len(used) where it is the mean alone). ``heldout`` is a batch that is only evaluated: it limits
     the length of the step, not its direction."""
 
     used: tuple[int, ...]
@@ -172,7 +172,7 @@ def _step(
             drift_heldout, rise = _heldout_change(problem, kept)
             excess = drift_heldout / kept.rule.tolerance_heldout
             if excess <= 1:
-                return _lowered(problem, coordinates, phi, rise, kept, settings.heldout_corrections), scale
+                return _with_lower_losses(problem, coordinates, phi, rise, kept, settings.heldout_corrections), scale
         # The drift of a short step is about proportional to its length: aim a little below what is allowed.
         scale *= max(LEAST_CUT, LARGEST_CUT / excess)
     return None
@@ -186,7 +186,7 @@ def _heldout_change(problem: TeleportProblem, kept: _Constraints) -> tuple[float
     return relative_change(before, after, kept.rule.invariance), mean_rise(before, after, kept.rule.invariance)
 
 
-def _lowered(
+def _with_lower_losses(
     problem: TeleportProblem, coordinates: Coordinates, phi: Tensor, rise: float, kept: _Constraints, corrections: int
 ) -> Tensor:
     """phi, or where the held-out losses rose, a point at which those on the used batches fell for it.
