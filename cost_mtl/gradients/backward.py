@@ -27,7 +27,7 @@ def backward(
     """One backward pass from several roots; ``seeds[i]`` [] is the factor of ``roots[i]``.
 
     Raises:
-        RuntimeError: what the graph had saved is gone.
+        RuntimeError: the graph was freed before.
     """
     try:
         with no_autocast():
@@ -36,9 +36,9 @@ def backward(
         if "second time" not in str(error):
             raise
         raise RuntimeError(
-            "closure: the graph of its losses was freed before COST's backward passes. Does it call backward() itself, "
-            "or return losses that are computed outside of it? It should compute the K losses, each time it is called, "
-            "and return them; step makes the backward passes"
+            "closure: expected losses with their graph, got a graph that was freed before COST's backward passes. "
+            "Does it call backward() itself, or return losses that are computed outside of it? It should "
+            "compute the K losses in each call and return them; step makes the backward passes"
         ) from error
 
 

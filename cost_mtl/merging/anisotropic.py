@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from cost_mtl._validation import finite, one_of
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.merged_model import MergedModel
 from cost_mtl.merging.task_vector import TaskVector
@@ -51,11 +52,14 @@ class AnisotropicScaling(MergedModel):
         granularity: Literal["block", "vector"] = "block",
     ) -> None:
         super().__init__(model, vectors)
-        if granularity not in ("block", "vector"):
-            raise ValueError(f'granularity: expected "block" or "vector", got {granularity!r}')
+        one_of("granularity", granularity, ("block", "vector"))
         shape = (len(vectors), len(self.blocks) if granularity == "block" else 1)
-        if isinstance(init, Tensor) and tuple(init.shape) != shape:
+        if not isinstance(init, Tensor):
+            finite("init", init)
+        elif tuple(init.shape) != shape:
             raise ValueError(f"init: expected a number or shape {list(shape)}, got {list(init.shape)}")
+        elif not bool(torch.isfinite(init).all()):
+            raise ValueError(f"init: expected finite numbers, got {init.tolist()}")
         values = init.detach().float() if isinstance(init, Tensor) else torch.full(shape, float(init))
         self.coefficients = nn.Parameter(values.to(self._base[self.blocks[0]].device, copy=True))
         self._column = {block: number if granularity == "block" else 0 for number, block in enumerate(self.blocks)}

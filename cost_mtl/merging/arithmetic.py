@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cost_mtl.merging.apply import apply_vector
+from cost_mtl.merging.blocks import checked_factor
 from cost_mtl.merging.source import Model, TensorSource
 from cost_mtl.merging.statistics import BufferPolicy
 from cost_mtl.merging.task_vector import TaskVector, combine
@@ -44,8 +45,16 @@ def task_arithmetic(
         TypeError, ValueError: see :class:`TaskVector` and :meth:`TaskVector.apply_to`.
     """
     taus = as_vectors(base, vectors)
-    scales = [float(scale)] * len(taus) if isinstance(scale, int | float) else [float(value) for value in scale]
-    return apply_vector(base, combine(taus, scales), 1.0, buffers, batches)
+    return apply_vector(base, combine(taus, _scales(scale, len(taus))), 1.0, buffers, batches)
+
+
+def _scales(scale: float | Sequence[float], count: int) -> list[float]:
+    if not isinstance(scale, Iterable):
+        return [checked_factor(scale, "scale")] * count
+    scales = [checked_factor(value, "scale") for value in scale]
+    if len(scales) != count:
+        raise ValueError(f"scale: expected a number, or one for each of the {count} vectors, got {len(scales)}")
+    return scales
 
 
 def task_analogy(a: Model, b: Model, c: Model, scale: float = 1.0) -> nn.Module | dict[str, Tensor]:

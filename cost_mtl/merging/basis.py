@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import at_least, integer, one_of
 from cost_mtl.merging.task_vector import TaskVector, combine, gram
 
 __all__ = ["TaskVectorBasis"]
@@ -54,13 +55,14 @@ class TaskVectorBasis:
         Raises:
             ValueError: ``size`` or ``method`` out of range, or all vectors are zero.
         """
-        if method not in ("softmax", "pca"):
-            raise ValueError(f'method: expected "softmax" or "pca", got {method!r}')
-        if not 1 <= size <= len(vectors):
+        one_of("method", method, ("softmax", "pca"))
+        integer("seed", seed)
+        at_least("size", size, 1)
+        if size > len(vectors):
             raise ValueError(f"size: expected 1 to {len(vectors)} (the number of vectors), got {size}")
         products = gram(vectors)
         if not products.diagonal().any():
-            raise ValueError("vectors: expected at least one that is not zero")
+            raise ValueError(f"vectors: expected at least one that is not zero, got {len(vectors)} zero vectors")
         # Only ratios matter, and Adam's steps and the solver's conditioning are then those of a unit problem.
         products = products / products.diagonal().mean()
         encoder = _softmax_encoder(products, size, seed) if method == "softmax" else _pca_encoder(products, size)

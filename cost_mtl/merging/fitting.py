@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from cost_mtl._validation import at_least, finite, positive
+
 __all__ = ["FitReport", "FitSettings", "Fittable", "Loss", "fit"]
 
 Loss = Callable[[Any, Any], Tensor]
@@ -62,18 +64,12 @@ class FitSettings:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"lr: expected a positive number, got {self.lr}")
-        if self.max_epochs < 0 or self.patience < 1:
-            raise ValueError(
-                f"max_epochs, patience: expected at least 0 and 1, got {self.max_epochs} and {self.patience}"
-            )
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip: expected a positive number or None, got {self.clip}")
-        if min(self.l1, self.l2, self.weight_decay) < 0:
-            raise ValueError(
-                f"l1, l2, weight_decay: expected at least 0, got {self.l1}, {self.l2}, {self.weight_decay}"
-            )
+        finite("lr", self.lr, above=0)
+        at_least("max_epochs", self.max_epochs, 0)
+        at_least("patience", self.patience, 1)
+        positive("clip", self.clip, or_none=True)
+        for name in ("l1", "l2", "weight_decay"):
+            finite(name, getattr(self, name), least=0)
 
 
 @dataclass(frozen=True)
@@ -175,7 +171,8 @@ def _selection(
     selection: Callable[[Any], float] | None,
 ) -> Callable[[], float]:
     if (held_out is None) == (selection is None):
-        raise ValueError("held_out, selection: expected exactly one of them")
+        given = "neither" if held_out is None else "both"
+        raise ValueError(f"held_out, selection: expected exactly one of them, got {given}")
 
     @torch.no_grad()
     def evaluate() -> float:
@@ -220,9 +217,10 @@ def _train_epoch(
             value = loss(merged, batch)
             values.append(_scalar(value))
             if not value.requires_grad:
-                raise ValueError("loss: it does not depend on the coefficients; call the model that it is given")
+                raise ValueError("loss: expected one that depends on the coefficients, got one that does not: call "
+                                 "the model that it is given")  # fmt: skip
             penalty = sum(settings.l1 * p.abs().sum() + settings.l2 * p.square().sum() for p in parameters)
-            # Not backward(): the model's own parameters (heads) would collect gradients that nobody asked for.
+            # Not backward(): the model's own parameters (heads) would collect gradients.
             gradients = torch.autograd.grad(value + penalty, parameters, allow_unused=True)
         if not math.isfinite(values[-1]):
             break

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from cost_mtl._validation import finite, share
 from cost_mtl.merging.blocks import check_real
 from cost_mtl.merging.merged_model import MergedModel
 from cost_mtl.merging.task_vector import TaskVector
@@ -59,8 +60,8 @@ class RankPruning(MergedModel):
         self, model: nn.Module, vectors: Sequence[TaskVector], *, scale: float = 0.3, keep: float = 1.0
     ) -> None:
         super().__init__(model, vectors)
-        if not 0 <= keep <= 1:
-            raise ValueError(f"keep: expected a number in [0, 1], got {keep}")
+        finite("scale", scale)
+        share("keep", keep, zero=True)
         device = self._base[self.blocks[0]].device
         self.coefficients = nn.Parameter(torch.full((len(vectors), len(self.blocks)), float(scale), device=device))
         self.matrices = tuple(block for block in self.blocks if self._base[block].dim() > 1)

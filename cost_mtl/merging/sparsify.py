@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import integer, share
 from cost_mtl.merging.blocks import check_real
 from cost_mtl.merging.task_vector import TaskVector
 from cost_mtl.merging.ties_merge import check_density
@@ -28,6 +29,7 @@ def dare(vector: TaskVector, density: float = 0.1, seed: int = 0) -> TaskVector:
         seed: give each of several vectors its own: with one seed they would keep the same weights.
     """
     check_density(density)
+    integer("seed", seed)
     if density == 1:
         return vector
 
@@ -57,8 +59,10 @@ def breadcrumbs(vector: TaskVector, lower: float = 0.85, upper: float = 0.993) -
             (5 to 20 % kept, 0.1 to 1 % of outliers dropped, beginning with 15 % and 0.6 %); it has no default itself.
         upper: γ, where the outliers start; lower < upper <= 1.
     """
-    if not 0 <= lower < upper <= 1:
-        raise ValueError(f"lower, upper: expected 0 <= lower < upper <= 1, got {lower} and {upper}")
+    share("lower", lower, zero=True)
+    share("upper", upper, zero=False)
+    if not lower < upper:
+        raise ValueError(f"lower, upper: expected lower < upper, got {lower} and {upper}")
 
     def thin(block: str, tau: Tensor) -> Tensor:
         check_real(tau.dtype, repr(block))

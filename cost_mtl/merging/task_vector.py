@@ -52,7 +52,7 @@ class TaskVector:
     Attributes:
         blocks: block -> tensor. Tied weights are one block, under the name that comes first in the base.
         added: blocks that the base lacks, with the fine-tuned model's dtype (``keys="union"`` only).
-        base_digests: block -> digest of the base's values; from files computed, and kept, when first asked for.
+        base_digests: block -> digest of the base's values; from files computed, and kept, at first use.
         statistics: BatchNorm's running statistics of every fine-tuned model that went in; no part of the arithmetic.
         origins: files and folders that were read for it, which :meth:`save` and merges never overwrite.
     """
@@ -145,7 +145,7 @@ class TaskVector:
             return NotImplemented
         divisor = checked_factor(scale, "divisor")
         if divisor == 0:
-            raise ZeroDivisionError("task vector divided by zero")
+            raise ZeroDivisionError("divisor: expected a number other than 0, got 0")
         return self.map_blocks(lambda _, tau: tau / divisor)
 
     def scale_blocks(self, coefficients: Mapping[str, float]) -> TaskVector:
@@ -159,7 +159,9 @@ class TaskVector:
         """
         wrong = sorted(set(coefficients) ^ set(self.blocks))
         if wrong:
-            raise ValueError(f"coefficients: expected one for each block of the vector; {wrong[0]!r} is in only one")
+            raise ValueError(
+                f"coefficients: expected one for each block of the vector, got {wrong[0]!r} in only one of the two"
+            )
         factors = {block: checked_factor(value, f"coefficients[{block!r}]") for block, value in coefficients.items()}
         return self.map_blocks(lambda block, tau: tau * factors[block])
 
@@ -312,7 +314,9 @@ def gram(vectors: Sequence[TaskVector]) -> Tensor:
     for block in dict.fromkeys(block for vector in vectors for block in vector.blocks):
         taus = {i: vector.blocks[block] for i, vector in enumerate(vectors) if block in vector.blocks}
         if len({tau.shape for tau in taus.values()}) > 1:
-            raise ValueError(f"{block!r}: the task vectors have different shapes")
+            raise ValueError(
+                f"{block!r}: expected task vectors of one shape, got {sorted({tuple(t.shape) for t in taus.values()})}"
+            )
         for i, tau in taus.items():
             for j in taus:
                 if j <= i:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import one_of, share
 from cost_mtl.gradients.gramian import cosines, norms
 
 
@@ -30,8 +31,7 @@ class DominatedConflict:
     rule: Literal["any", "smallest"] = "any"
 
     def __post_init__(self) -> None:
-        if self.rule not in ("any", "smallest"):
-            raise ValueError(f"rule: expected 'any' or 'smallest', got {self.rule!r}")
+        one_of("rule", self.rule, ("any", "smallest"))
 
     def __call__(self, gramian: Tensor, /) -> bool:
         conflict = conflicts_with_mean(gramian)
@@ -64,8 +64,7 @@ class ConflictShare:
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.share <= 1.0:
-            raise ValueError(f"share: expected a number in (0, 1], got {self.share}")
+        share("share", self.share, zero=False)
 
     def __call__(self, gramian: Tensor, /) -> bool:
         active = int((gramian.diagonal() > 0).sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_mtl._validation import at_least
+from cost_mtl._validation import at_least, boolean
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class TeleportSchedule:
     confirm: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("start", 0), ("cooldown", 1), ("limit", 0)):
-            value = getattr(self, name)
-            if name == "limit" and value is None:
-                continue
-            at_least(name, value, least)
+        at_least("start", self.start, 0)
+        at_least("cooldown", self.cooldown, 1)
+        if self.limit is not None:
+            at_least("limit", self.limit, 0)
+        boolean("confirm", self.confirm)
 
     def allows(self, step: int, attempts: int, last_attempt: int | None, last_asked: int | None = None) -> bool:
         """Whether step number ``step`` (from 0) may teleport, after ``attempts`` attempts, the last one in step

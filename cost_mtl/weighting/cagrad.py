@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from cost_mtl._validation import finite, one_of
 from cost_mtl.weighting._solvers.interior import InteriorPoint, solve_ball
 from cost_mtl.weighting._solvers.matrix import Array, add_diagonal
 from cost_mtl.weighting._solvers.nonnegative import hull_distance
@@ -69,10 +70,8 @@ class CAGrad(SolvedWeighting):
     scale: Scale = field(default="tasks", kw_only=True)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.c) and self.c >= 0):
-            raise ValueError(f"c must be finite and >= 0, got {self.c!r}")
-        if self.rescale not in (0, 1, 2):
-            raise ValueError(f"rescale must be 0, 1 or 2, got {self.rescale!r}")
+        finite("c", self.c, least=0)
+        one_of("rescale", self.rescale, (0, 1, 2))
         super().__post_init__()
 
     @classmethod

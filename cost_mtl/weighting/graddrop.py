@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import integer, share
 from cost_mtl.base import State, Weighed, WeightingInputs
 from cost_mtl.weighting._keyed import keyed_generator
 
@@ -29,15 +30,15 @@ class GradDrop:
         seed: of the draws.
 
     Raises:
-        ValueError: ``leak`` is not in [0, 1].
+        ValueError: ``leak`` is not in [0, 1], or ``seed`` is not an integer.
     """
 
     leak: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.leak <= 1:
-            raise ValueError(f"leak must be in [0, 1], got {self.leak!r}")
+        share("leak", self.leak, zero=True)
+        integer("seed", self.seed)
 
     def initial_state(self, num_tasks: int) -> State:
         return {}

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import integer, one_of
 from cost_mtl.base import State, Weighed, WeightingInputs
 from cost_mtl.weighting._keyed import keyed_generator
 
@@ -29,7 +30,7 @@ class PCGrad:
         seed: of the orders.
 
     Raises:
-        ValueError: ``scale`` does not exist.
+        ValueError: there is no such ``scale``, or ``seed`` is not an integer.
     """
 
     scale: str = "sum"
@@ -39,8 +40,8 @@ class PCGrad:
     by_name: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.scale not in ("sum", "mean"):
-            raise ValueError(f'scale must be "sum" or "mean", got {self.scale!r}')
+        one_of("scale", self.scale, ("sum", "mean"))
+        integer("seed", self.seed)
 
     def initial_state(self, num_tasks: int) -> State:
         return {}
