@@ -75,6 +75,13 @@ def task_gradients(losses: Losses, shared: Iterable[Tensor], *, out: Tensor | No
 
     Raises:
         TypeError, ValueError: ``losses`` is none of the above, or none of them has a graph; ``shared`` is empty.
+
+    Example:
+        >>> shared = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> G = cost_mtl.task_gradients([shared.sum(), (shared**2).sum()], [shared])
+        >>> G
+        tensor([[1., 1.],
+                [2., 4.]])
     """
     params = tuple(shared)
     if not params:

@@ -41,6 +41,17 @@ class AnisotropicScaling(MergedModel):
 
     Attributes:
         coefficients: the parameter [T, B] or [T, 1], float32; columns in the order of ``blocks``.
+
+    Example:
+        >>> base, one, two = (nn.Linear(2, 1) for _ in range(3))
+        >>> vectors = [TaskVector(base, one), TaskVector(base, two)]
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> scaling = AnisotropicScaling(base, vectors)
+        >>> report = scaling.fit(loss, train, held_out)
+        >>> scaling.coefficients.shape, report.best <= report.starts[0]
+        (torch.Size([2, 2]), True)
     """
 
     def __init__(

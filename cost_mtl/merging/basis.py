@@ -31,6 +31,13 @@ class TaskVectorBasis:
         encoder: E [M, T], float64.
         decoder: D [T, M], float64: the least-squares one for E.
         errors: ‖τ_i − τ̂_i‖ / ‖τ_i‖ [T], float64; 0 for a zero vector.
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> two = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([4.0, -1.0, 1.0, 0.0])})
+        >>> basis = TaskVectorBasis.fit([one, two, one + two], 2, method="pca")  # the third is no new direction
+        >>> len(basis.vectors), bool(basis.errors.max() < 1e-4)
+        (2, True)
     """
 
     vectors: tuple[TaskVector, ...]

@@ -50,6 +50,12 @@ class CheckpointSource:
     Raises:
         FileNotFoundError: there is no such path, no checkpoint in the folder, or a shard is missing.
         ValueError: a file is truncated or corrupt, index and shards disagree, or the folder is ambiguous.
+
+    Example:
+        >>> save_file({"w": torch.ones(2)}, "model.safetensors")
+        >>> source = CheckpointSource("model.safetensors", "base")
+        >>> source.infos["w"].shape, source.read("w")
+        ((2,), tensor([1., 1.]))
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:

@@ -46,6 +46,16 @@ class Iteration:
         blocks: the B names of the columns.
         before, after: selection value before and after; after <= before.
         fit: how the training went.
+
+    Example:
+        >>> pretrained, merged = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> result = DVBASI(iterations=1).run(merged, pretrained, loss, train, held_out)
+        >>> (step,) = result.iterations
+        >>> step.number, step.coefficients.shape, step.blocks
+        (1, torch.Size([1, 2]), ('weight', 'bias'))
     """
 
     number: int
@@ -69,6 +79,15 @@ class DVBASIResult:
         model: a copy of the given model at that point.
         iterations: what each iteration did.
         stopped: "budget", or "stagnated": λ = 0 was best, and the next iteration would be the same.
+
+    Example:
+        >>> pretrained, merged = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> result = DVBASI(iterations=1).run(merged, pretrained, loss, train, held_out)
+        >>> result.stopped in ("budget", "stagnated"), result.epochs == result.iterations[0].fit.epochs
+        (True, True)
     """
 
     model: nn.Module
@@ -97,6 +116,15 @@ class DVBASI:
             as insensitive between 0.1 and 1.
         fit: how λ is trained.
         seed: of the random directions, keyed on (seed, iteration).
+
+    Example:
+        >>> pretrained, merged = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> result = DVBASI(iterations=2).run(merged, pretrained, loss, train, held_out)
+        >>> result.iterations[-1].after <= result.iterations[0].before
+        True
     """
 
     iterations: int = 4

@@ -53,6 +53,17 @@ class FitSettings:
         l1, l2: weights of Σ|c| and Σc² in the loss, for an optional penalty; default 0.
         weight_decay: AdamW's, default 0: decay pulls the coefficients of a merge towards its start, and what a later
             iteration seems to gain is then only what the decay had taken.
+
+    Example:
+        >>> base, one, two = (nn.Linear(2, 1) for _ in range(3))
+        >>> vectors = [TaskVector(base, one), TaskVector(base, two)]
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> settings = FitSettings(lr=0.1, max_epochs=3)
+        >>> report = AnisotropicScaling(base, vectors).fit(loss, train, held_out, settings=settings)
+        >>> report.epochs <= 3
+        True
     """
 
     lr: float = 0.01
@@ -84,6 +95,16 @@ class FitReport:
         train: mean training loss of each epoch.
         selection: selection value after each epoch.
         stopped: "patience", "budget", or "non_finite" (the loss was NaN or infinite: with a warning).
+
+    Example:
+        >>> base, one, two = (nn.Linear(2, 1) for _ in range(3))
+        >>> vectors = [TaskVector(base, one), TaskVector(base, two)]
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> report = AnisotropicScaling(base, vectors).fit(loss, train, held_out)
+        >>> report.best == min(*report.starts, *report.selection)
+        True
     """
 
     starts: tuple[float, ...]

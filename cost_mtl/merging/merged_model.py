@@ -38,6 +38,13 @@ class MergedModel(nn.Module, ABC):
 
     Attributes:
         blocks: the B names of the blocks, those of the first vector first.
+
+    Example:
+        >>> base, one, two = (nn.Linear(2, 1) for _ in range(3))
+        >>> vectors = [TaskVector(base, one), TaskVector(base, two)]
+        >>> scaling = AnisotropicScaling(base, vectors, init=0.3)  # one of the merged models
+        >>> isinstance(scaling, MergedModel), scaling(torch.randn(5, 2)).shape
+        (True, torch.Size([5, 1]))
     """
 
     blocks: tuple[str, ...]

@@ -54,6 +54,14 @@ class RankPruning(MergedModel):
         coefficients: λ [T, B], float32; columns in the order of ``blocks``.
         scores: one parameter [T, r_b] per decomposed block, in the order of ``matrices``.
         matrices: the names of the decomposed blocks.
+
+    Example:
+        >>> base, one, two = (nn.Linear(2, 1) for _ in range(3))
+        >>> vectors = [TaskVector(base, one), TaskVector(base, two)]
+        >>> pruning = RankPruning(base, vectors, keep=1.0)
+        >>> pruning.ranks()
+        {'weight': [1, 1]}
+        >>> merged = pruning.merged_model()
     """
 
     def __init__(

@@ -27,6 +27,14 @@ def dare(vector: TaskVector, density: float = 0.1, seed: int = 0) -> TaskVector:
         vector: the task vector.
         density: share of the weights kept, in (0, 1]; default 0.1, the published drop rate of 0.9.
         seed: give each of several vectors its own: with one seed they would keep the same weights.
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> dare(one, density=1.0).blocks["w"]
+        tensor([1., 2., 3., 4.])
+        >>> thinned = dare(one, density=0.5, seed=0).blocks["w"]
+        >>> bool(((thinned == 0) | (thinned == 2 * one.blocks["w"])).all())
+        True
     """
     check_density(density)
     integer("seed", seed)
@@ -58,6 +66,11 @@ def breadcrumbs(vector: TaskVector, lower: float = 0.85, upper: float = 0.993) -
         lower: β, the share dropped from below. The defaults, 0.85 and 0.993, are inside what the authors' code searches
             (5 to 20 % kept, 0.1 to 1 % of outliers dropped, beginning with 15 % and 0.6 %); it has no default itself.
         upper: γ, where the outliers start; lower < upper <= 1.
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> breadcrumbs(one, lower=0.25, upper=0.75).blocks["w"]
+        tensor([0., 2., 3., 0.])
     """
     share("lower", lower, zero=True)
     share("upper", upper, zero=False)

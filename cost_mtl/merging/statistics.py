@@ -59,6 +59,12 @@ def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> None:
 
     Raises:
         ValueError: no BatchNorm layer keeps statistics, ``batches`` is empty, or the result is not finite.
+
+    Example:
+        >>> model = nn.Sequential(nn.BatchNorm1d(1))
+        >>> recalibrate_batchnorm(model, [torch.tensor([[1.0], [3.0]])])
+        >>> model[0].running_mean
+        tensor([2.])
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
     if not layers:

@@ -55,6 +55,14 @@ class TaskVector:
         base_digests: block -> digest of the base's values; from files computed, and kept, at first use.
         statistics: BatchNorm's running statistics of every fine-tuned model that went in; no part of the arithmetic.
         origins: files and folders that were read for it, which :meth:`save` and merges never overwrite.
+
+    Example:
+        >>> base, tuned = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([2.0, 4.0])}
+        >>> tau = TaskVector(base, tuned)
+        >>> tau.norms()
+        {'w': 2.23606797749979}
+        >>> (0.5 * tau).apply_to(base)
+        {'w': tensor([1.5000, 3.0000])}
     """
 
     blocks: Mapping[str, Tensor]
@@ -272,6 +280,12 @@ def combine(vectors: Sequence[TaskVector], weights: Sequence[float]) -> TaskVect
     Raises:
         ValueError: no vectors, not one weight for each, different shapes, or vectors of different bases (use
             :meth:`TaskVector.without_base` where that is meant).
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> two = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([4.0, -1.0, 1.0, 0.0])})
+        >>> combine([one, two], [1.0, 0.5]).blocks["w"]
+        tensor([3.0000, 1.5000, 3.5000, 4.0000])
     """
     if not vectors:
         raise ValueError("vectors: expected at least one task vector, got none")
@@ -307,7 +321,15 @@ def _result_info(block: str, holding: Sequence[tuple[float, TaskVector]]) -> Ten
 
 
 def gram(vectors: Sequence[TaskVector]) -> Tensor:
-    """Inner products ⟨τ_i, τ_j⟩ [T, T], float64, summed block by block (T tensors of one block in memory)."""
+    """Inner products ⟨τ_i, τ_j⟩ [T, T], float64, summed block by block (T tensors of one block in memory).
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> two = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([4.0, -1.0, 1.0, 0.0])})
+        >>> gram([one, two])
+        tensor([[30.,  5.],
+                [ 5., 18.]], dtype=torch.float64)
+    """
     if not vectors:
         raise ValueError("vectors: expected at least one task vector, got none")
     result = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)

@@ -30,6 +30,12 @@ def ties(vectors: Sequence[TaskVector], density: float = 0.2, weights: Sequence[
 
     Raises:
         ValueError: no vectors, a density out of range, not one weight per vector, or vectors of different bases.
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> two = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([4.0, -2.0, 1.0, 0.0])})
+        >>> ties([one, two], density=0.5).blocks["w"]
+        tensor([ 4., -2.,  3.,  4.])
     """
     check_density(density)
     if not vectors:

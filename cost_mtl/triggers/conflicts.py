@@ -26,6 +26,13 @@ class DominatedConflict:
             published tables were made. ``"smallest"``: the task with the smallest gradient norm has it, the paper's
             Eqn 3; a subset of the former. Tasks with zero gradient are passed over in both, and exactly 0 is no
             conflict (the official code's <= 0 fires on a task without labels in the batch).
+
+    Example:
+        >>> M = torch.tensor([[1.0, -2.0], [-2.0, 9.0]])  # task 0 points against the mean gradient
+        >>> DominatedConflict()(M), DominatedConflict(rule="smallest")(M)
+        (True, True)
+        >>> DominatedConflict()(torch.eye(2))
+        False
     """
 
     rule: Literal["any", "smallest"] = "any"
@@ -44,7 +51,12 @@ class DominatedConflict:
 
 @dataclass(frozen=True)
 class WeakConflict:
-    """Two tasks whose gradients point against each other: cos(g_i, g_j) < 0 for some pair."""
+    """Two tasks whose gradients point against each other: cos(g_i, g_j) < 0 for some pair.
+
+    Example:
+        >>> WeakConflict()(torch.tensor([[1.0, -0.5], [-0.5, 4.0]]))
+        True
+    """
 
     def __call__(self, gramian: Tensor, /) -> bool:
         return bool((gramian < 0).any())
@@ -59,6 +71,11 @@ class ConflictShare:
 
     Args:
         share: in (0, 1]; default 0.5. Tasks with zero gradient count neither way.
+
+    Example:
+        >>> M = torch.tensor([[1.0, -2.0], [-2.0, 9.0]])  # one task of two points against the mean gradient
+        >>> ConflictShare(0.5)(M), ConflictShare(0.6)(M)
+        (True, False)
     """
 
     share: float = 0.5

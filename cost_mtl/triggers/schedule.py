@@ -23,6 +23,13 @@ class TeleportSchedule:
             one evaluation of the task gradients each time, which an attempt with LoRA or dense moves makes use of and
             costs no more for. An unconfirmed conflict does not count as an attempt; the next one is looked for a tenth
             of ``cooldown`` later, so that this stays cheap where hardly any persists. False: the paper's rule.
+
+    Example:
+        >>> schedule = TeleportSchedule(start=1000, cooldown=200, limit=5)
+        >>> schedule.allows(999, attempts=0, last_attempt=None), schedule.allows(1000, attempts=0, last_attempt=None)
+        (False, True)
+        >>> schedule.allows(1100, attempts=1, last_attempt=1000)
+        False
     """
 
     start: int = 1000

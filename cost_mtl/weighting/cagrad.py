@@ -63,6 +63,13 @@ class CAGrad(SolvedWeighting):
 
     Raises:
         ValueError: a setting is out of range.
+
+    Example:
+        >>> M = torch.tensor([[1.0, -0.5], [-0.5, 4.0]], dtype=torch.float64)  # Gramian of two tasks in conflict
+        >>> CAGrad(c=0.0, rescale=0)(M)  # the mean gradient, times K
+        tensor([1., 1.], dtype=torch.float64)
+        >>> bool((M @ CAGrad(c=0.4)(M) > 0).all())  # no loss rises
+        True
     """
 
     c: float = 0.4

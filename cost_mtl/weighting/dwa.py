@@ -34,6 +34,14 @@ class DWA:
 
     Raises:
         ValueError: a setting is out of range.
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> weighting = DWA(steps_per_epoch=100)
+        >>> losses, G = torch.tensor([1.0, 4.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0]])
+        >>> inputs = WeightingInputs(cost_mtl.gramian(G), losses, G, step=0)
+        >>> weighting.weigh(inputs, weighting.initial_state(2)).weights  # ones in the first two epochs
+        tensor([1., 1.])
     """
 
     steps_per_epoch: int

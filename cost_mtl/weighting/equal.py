@@ -31,6 +31,13 @@ class EqualWeighting:
     Raises:
         ValueError: a weight is negative or not finite; in the first step that shows it, their number is not K, or a
             task has none.
+
+    Example:
+        >>> EqualWeighting()(torch.eye(3))
+        tensor([1., 1., 1.])
+        >>> EqualWeighting([1.0, 0.5])(torch.eye(2))
+        tensor([1.0000, 0.5000])
+        >>> by_name = EqualWeighting({"seg": 1.0, "depth": 0.1})  # for a closure that returns a mapping
     """
 
     weights: Mapping[str, float] | Sequence[float] | None = None

@@ -61,6 +61,14 @@ class FairGrad(SolvedWeighting):
 
     Raises:
         ValueError: a setting is out of range.
+
+    Example:
+        >>> M = torch.tensor([[1.0, -0.5], [-0.5, 4.0]], dtype=torch.float64)  # Gramian of two tasks in conflict
+        >>> w = FairGrad(alpha=2.0)(M)
+        >>> torch.allclose(M @ w, w**-0.5)
+        True
+        >>> round(float(FairGrad(alpha=2.0, scale="mean")(M).sum()), 6)
+        1.0
     """
 
     alpha: float = 2.0

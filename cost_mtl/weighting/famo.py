@@ -47,6 +47,14 @@ class FAMO:
     Raises:
         ValueError: a setting is out of range; in a step, before parameters move, a loss is below its bound, or was
             after the update before.
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> weighting = FAMO()
+        >>> losses, G = torch.tensor([1.0, 4.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0]])
+        >>> inputs = WeightingInputs(cost_mtl.gramian(G), losses, G, step=0)
+        >>> weighting.weigh(inputs, weighting.initial_state(2)).weights  # at first in proportion to 1 / loss
+        tensor([0.8000, 0.2000])
     """
 
     lr: float = 0.025

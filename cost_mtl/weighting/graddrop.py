@@ -31,6 +31,14 @@ class GradDrop:
 
     Raises:
         ValueError: ``leak`` is not in [0, 1], or ``seed`` is not an integer.
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> weighting = GradDrop()
+        >>> losses, G = torch.tensor([1.0, 4.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0]])
+        >>> inputs = WeightingInputs(cost_mtl.gramian(G), losses, G, step=0)
+        >>> weighting.weigh(inputs, weighting.initial_state(2)).direction[0]  # both entries of this column are positive
+        tensor(4.)
     """
 
     leak: float = 0.0

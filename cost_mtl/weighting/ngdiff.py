@@ -30,6 +30,10 @@ class NGDiff:
     Raises:
         ValueError: the two are not 0 and 1 in some order, there are not two tasks, or the matrix is not finite (the
             task is named) or no Gramian.
+
+    Example:
+        >>> NGDiff()(torch.diag(torch.tensor([4.0, 16.0])))  # gradients of length 2 and 4
+        tensor([ 0.5000, -0.2500])
     """
 
     retain: int = 0

@@ -31,6 +31,12 @@ class PCGrad:
 
     Raises:
         ValueError: there is no such ``scale``, or ``seed`` is not an integer.
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> inputs = WeightingInputs(torch.tensor([[1.0, -1.0], [-1.0, 4.0]]), torch.ones(2), torch.ones(2, 5), step=0)
+        >>> PCGrad().weigh(inputs, {}).weights
+        tensor([2.0000, 1.2500])
     """
 
     scale: str = "sum"

@@ -29,6 +29,14 @@ class RLW:
 
     Raises:
         ValueError: a setting is not one of those above.
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> weighting = RLW()
+        >>> losses, G = torch.tensor([1.0, 4.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0]])
+        >>> inputs = WeightingInputs(cost_mtl.gramian(G), losses, G, step=0)
+        >>> weighting.weigh(inputs, weighting.initial_state(2)).weights.sum()
+        tensor(1.)
     """
 
     distribution: Literal["normal", "dirichlet"] = "normal"

@@ -41,6 +41,14 @@ class Uncertainty(nn.Module):
 
     Attributes:
         log_variances: the parameter s [K].
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> weighting = Uncertainty(num_tasks=2)
+        >>> losses, G = torch.tensor([1.0, 4.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0]])
+        >>> inputs = WeightingInputs(cost_mtl.gramian(G), losses, G, step=0)
+        >>> weighting.weigh(inputs, weighting.initial_state(2)).weights
+        tensor([0.5000, 0.5000])
     """
 
     needs: ClassVar[str] = "gramian"
