@@ -34,7 +34,14 @@ State = dict[str, Any]
 
 @runtime_checkable
 class Weighting(Protocol):
-    """A rule that sees only the Gramian."""
+    """A rule that sees only the Gramian.
+
+    Example:
+        >>> def inverse_norms(gramian):
+        ...     return 1 / gramian.diagonal().sqrt()
+        >>> isinstance(inverse_norms, Weighting)  # COST(..., weighting=inverse_norms)
+        True
+    """
 
     def __call__(self, gramian: Tensor, /) -> Tensor:
         """Weights w [K] for the Gramian M [K, K], on M's device and in M's dtype."""
@@ -56,6 +63,11 @@ class SolverReport:
         rounding: how far the rounding errors of M may have changed what the method is about (the rates g_i^T d,
             projections, or the length of a direction), relative: 0 if the method does not say, 1 and more if M's digits
             tell nothing. COST computes M again, in float64 throughout, where it is above :data:`DETERMINED`.
+
+    Example:
+        >>> report = cost_mtl.NashMTL().solve(torch.eye(2, dtype=torch.float64)).report
+        >>> report.status, report.residual < 1e-6
+        ('converged', True)
     """
 
     STATUSES = ("converged", "stationary", "not_converged")
@@ -187,7 +199,14 @@ class ObservingWeighting(StatefulWeighting, Protocol):
 
 @runtime_checkable
 class Trigger(Protocol):
-    """When to teleport, from the Gramian alone. COST hands in a host copy, so a plain bool costs no extra sync."""
+    """When to teleport, from the Gramian alone. COST hands in a host copy, so a plain bool costs no extra sync.
+
+    Example:
+        >>> def strong_conflict(gramian):
+        ...     return bool((cost_mtl.cosines(gramian) < -0.3).any())
+        >>> strong_conflict(torch.eye(2))  # COST(..., trigger=strong_conflict)
+        False
+    """
 
     def __call__(self, gramian: Tensor, /) -> bool: ...
 
@@ -210,6 +229,14 @@ class StepReport:
         solver: how the weighting's solve went, or None if it does not say.
         skipped: True when ``on_nonfinite="skip"`` (or a loss scaler) left the parameters alone.
         skipped_total: steps skipped so far.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = cost_mtl.COST(torch.optim.SGD(model.parameters(), lr=0.1), model, teleporter=None)
+        >>> x = torch.randn(8, 3)
+        >>> losses = optimizer.step(lambda: dict(zip(("a", "b"), model(x).square().mean(0))))
+        >>> optimizer.last_step.names, optimizer.last_step.gramian.shape, optimizer.last_step.skipped
+        (('a', 'b'), torch.Size([2, 2]), False)
     """
 
     losses: Tensor

@@ -1,4 +1,4 @@
-"""Processes that start alike and stay so: parameters, buffers and tasks."""
+"""Keeping processes equal: parameters, buffers and tasks."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from cost_mtl.gradients.losses import TaskLosses, no_graph
 
 
 def synchronize_(base: Optimizer, model: nn.Module, process_group: Any, *, first: bool) -> Any:
-    """The group to average over in the coming step (it may have been initialised only now), its processes on one
-    footing; None for a single process.
+    """Make the processes equal before a step; returns the group to average over, None for a single process.
+
+    The group is looked up in each step, since torch.distributed may be initialised after COST is made.
 
     Args:
-        first: the first step, before which the parameters are compared and made the same.
+        first: the first step, before which parameters are compared and made equal.
     """
     group = group_for(model, process_group)
     if group is not None:
         if first:
-            start_alike_(base, model, group)
+            share_parameters_(base, model, group)
         share_buffers_(model, group)
     return group
 
 
-def start_alike_(base: Optimizer, model: nn.Module, group: Any) -> None:
+def share_parameters_(base: Optimizer, model: nn.Module, group: Any) -> None:
     """Give every process the first one's parameters, as DDP does when it is constructed: averaged gradients keep
     models equal only if they were.
 
@@ -48,9 +49,9 @@ def start_alike_(base: Optimizer, model: nn.Module, group: Any) -> None:
     kinds = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params]
     if not _same(_digest(kinds), params[0].device, group):
         raise ValueError(
-            f"model: expected the same parameters on every process of the group, this one has {len(params)}, and "
-            "another one's differ in number, shape, dtype or requires_grad. Models that are split over processes can't "
-            "be averaged: process_group=False leaves this process alone"
+            f"model: expected the same parameters on every process of the group, got {len(params)} on this one, which "
+            "differ in number, shape, dtype or requires_grad from another one's. Models that are split over processes "
+            "can't be averaged: process_group=False makes this process train alone"
         )
     if not data_parallel(model):
         _broadcast_all_([p for p in params if not is_sharded(p)], group)
@@ -58,7 +59,7 @@ def start_alike_(base: Optimizer, model: nn.Module, group: Any) -> None:
 
 def share_buffers_(model: nn.Module, group: Any) -> None:
     """Give every process the first one's buffers (running statistics), as DDP does before each forward pass; nothing
-    for a model in DDP, which sees to it itself."""
+    for a model in DDP, which does that itself."""
     if not data_parallel(model):
         _broadcast_all_([b for b in model.buffers() if not is_sharded(b)], group)
 
@@ -77,7 +78,7 @@ def _broadcast_all_(tensors: Sequence[Tensor], group: Any) -> None:
 
 
 def agree_on_tasks(tasks: TaskLosses, device: torch.device, group: Any, *, lockstep: bool) -> None:
-    """Look at what the closure returned, before the backward passes.
+    """Check that the closure returned the same tasks on every process, before the backward passes.
 
     Args:
         lockstep: the backward passes themselves communicate (``fully_shard``, SyncBatchNorm), so that every task needs
@@ -97,14 +98,14 @@ def agree_on_tasks(tasks: TaskLosses, device: torch.device, group: Any, *, locks
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
     most, least, most_graphs, least_graphs, any_graph = values.tolist()
     if most != -least:
-        raise ValueError(f"closure: expected the same tasks in the same order on every process, this one has "
-                         f"{list(tasks.names)}")  # fmt: skip
+        raise ValueError(f"closure: expected the same tasks in the same order on every process, got "
+                         f"{list(tasks.names)} on this one")  # fmt: skip
     if not any_graph:
         raise ValueError(no_graph(tasks))
     if lockstep and most_graphs != -least_graphs:
         raise ValueError(
-            "closure: under fully_shard or SyncBatchNorm every task needs a backward pass on every process, and "
-            f"without labels some have none (here: {dict(zip(tasks.names, graphs, strict=True))}): return "
+            "closure: expected losses with a graph, since every task needs a backward pass on every process under "
+            f"fully_shard or SyncBatchNorm, got {dict(zip(tasks.names, graphs, strict=True))} on this process: return "
             "0 * output.sum() for a task without labels"
         )
 
@@ -138,8 +139,8 @@ def refusing_foreign_wrappers(model: nn.Module) -> Iterator[None]:
 
     def look(module: nn.Module, _: Any) -> None:
         if active and isinstance(module, DistributedDataParallel) and id(module) not in known:
-            raise ValueError("model: the closure calls a DistributedDataParallel module that COST does not know: pass "
-                             "the wrapped model, COST(base, ddp_model, ...)")  # fmt: skip
+            raise ValueError("model: expected the DistributedDataParallel module that the closure calls, got a model "
+                             "without it: pass the wrapped model, COST(base, ddp_model, ...)")  # fmt: skip
 
     register: Callable[..., Any] = register_module_forward_pre_hook
 

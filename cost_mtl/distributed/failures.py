@@ -1,4 +1,4 @@
-"""What fails in one process of a group during a teleport fails in all; and what counts as a lack of memory."""
+"""Errors that all processes of a group raise together during a teleport; and what counts as out of memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cost_mtl.distributed.collectives import union
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an exception says that there is no memory left: torch raises ``OutOfMemoryError`` for its own allocator
+    """Whether an exception means out of memory: torch raises ``OutOfMemoryError`` for its own allocator
     on an accelerator only, and a plain RuntimeError for the CPU's, cuDNN's, cuBLAS's and the driver's."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -23,10 +23,10 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 
 
 class FailTogether:
-    """What happens in one process of a group during a teleport happens in all.
+    """An error in one process of a group during a teleport is raised in all.
 
-    Between two of its ``shared`` contexts a process communicates with no other one, so that whatever fails there is
-    told the others in their next one: each waits for a flag of all before it goes on.
+    No process communicates between two ``shared`` contexts. At the end of each, all processes exchange one flag, so
+    that an error in one of them is raised in every one.
 
     Args:
         device: of the flags.
@@ -36,19 +36,19 @@ class FailTogether:
     def __init__(self, device: torch.device, group: Any) -> None:
         self.device, self.group = device, group
         self._agreed: Exception | None = None
-        """The last error that the others know of."""
+        """The last error that all processes have raised."""
 
     @contextmanager
-    def shared(self, twins: Sequence[Exception] = ()) -> Iterator[None]:
+    def shared(self, equivalents: Sequence[Exception] = ()) -> Iterator[None]:
         """Context at whose end all processes have failed, or none has.
 
         Args:
-            twins: what the others raise for an error of the same class, least severe first. Where processes fail for
-                different reasons all raise the most severe one: a lack of memory is above ``twins``, and any other
-                error above that.
+            equivalents: what the others raise for an error of the same class, least severe first. Where processes
+                fail for different reasons all raise the most severe error: out of memory ranks above
+                ``equivalents``, and any other error above that.
 
         Raises:
-            Exception: the one from inside, or a twin of another process's.
+            Exception: the one from inside, or the equivalent of another process's.
         """
         mine: Exception | None = None
         try:
@@ -59,8 +59,8 @@ class FailTogether:
             mine = error
         if self.group is None:
             return
-        kinds = [*twins, torch.OutOfMemoryError(_ELSEWHERE), RuntimeError(f"a teleport failed {_ELSEWHERE}")]
-        code = 0 if mine is None else 1 + _kind_of(mine, twins)
+        kinds = [*equivalents, torch.OutOfMemoryError(_ELSEWHERE), RuntimeError(f"a teleport failed {_ELSEWHERE}")]
+        code = 0 if mine is None else 1 + _kind_of(mine, equivalents)
         worst = int(union(torch.tensor([code], dtype=torch.uint8, device=self.device), self.group))
         if worst:
             self._agreed = mine if mine is not None and code == worst else kinds[worst - 1]
@@ -70,7 +70,7 @@ class FailTogether:
 _ELSEWHERE = "in another process of the group"
 
 
-def _kind_of(error: Exception, twins: Sequence[Exception]) -> int:
+def _kind_of(error: Exception, equivalents: Sequence[Exception]) -> int:
     if lacks_memory(error):
-        return len(twins)
-    return next((k for k, twin in enumerate(twins) if type(error) is type(twin)), len(twins) + 1)
+        return len(equivalents)
+    return next((k for k, other in enumerate(equivalents) if type(error) is type(other)), len(equivalents) + 1)

@@ -44,17 +44,21 @@ def group_for(model: nn.Module, process_group: Any) -> Any:
     _refuse_fsdp1(model)
     if not active():
         if process_group not in (None, False):
-            raise ValueError("process_group: torch.distributed is not initialised")
+            raise ValueError(
+                "process_group: expected None or False while torch.distributed is not initialised, got "
+                f"{process_group!r}"
+            )
         return None
     wrapped = data_parallel(model)
     if any(ddp.static_graph for ddp in wrapped):
-        raise ValueError("model: DistributedDataParallel(static_graph=True) counts one backward pass per forward pass; "
-                         "leave the option out, COST averages the gradients itself")  # fmt: skip
+        raise ValueError("model: expected DistributedDataParallel without static_graph, got static_graph=True, which "
+                         "counts one backward pass per forward pass: COST averages the gradients itself")  # fmt: skip
     if process_group is False:
         if any(dist.get_world_size(ddp.process_group) > 1 for ddp in wrapped):
             raise ValueError(
-                "process_group: False would leave the processes of a DistributedDataParallel model unsynchronised: "
-                "give the closure and COST the model that it wraps (model.module), or process_group=None"
+                "process_group: expected None or a group for a DistributedDataParallel model, got False, which leaves "
+                "its processes unsynchronised: give the closure and COST the model that it wraps (model.module), or "
+                "process_group=None"
             )
         return None
     group = process_group
@@ -71,8 +75,8 @@ def _refuse_fsdp1(model: nn.Module) -> None:
     kinds = {type(m).__name__ for m in model.modules()}
     if "FullyShardedDataParallel" in kinds:
         raise ValueError(
-            "model: FullyShardedDataParallel flattens parameters, so that task gradients can't be told apart; use "
-            "torch.distributed.fsdp.fully_shard(model) instead"
+            "model: expected torch.distributed.fsdp.fully_shard(model), got FullyShardedDataParallel, which flattens "
+            "parameters, so that those of several layers can't be separated"
         )
 
 
@@ -80,24 +84,24 @@ def _refuse_fsdp1(model: nn.Module) -> None:
 def without_reducer(model: nn.Module) -> Iterator[None]:
     """Forward passes of DDP models whose backward passes we run and average ourselves.
 
-    DDP's reducer is told to stay out (``no_sync``); its broadcast of buffers before the forward pass, which
-    ``no_sync`` would also end, goes on as without us. A reducer that an earlier forward pass (for logging, say) left
-    waiting for a backward pass would take ours for it, so it is sent home.
+    DDP's reducer is switched off (``no_sync``). Its broadcast of buffers before the forward pass, which ``no_sync``
+    would also end, stays on. An earlier forward pass (for logging, say) may have left the reducer waiting for a
+    backward pass; it would take one of ours for that, so it is reset.
 
     Raises:
-        RuntimeError: DDP's ``join()`` was entered: its shadow collectives know nothing of ours.
+        RuntimeError: DDP's ``join()`` was entered: its shadow collectives do not match ours.
     """
     wrapped = data_parallel(model)
     if any(ddp._join_config.enable for ddp in wrapped):
-        raise RuntimeError("DistributedDataParallel.join() can't be combined with COST: give every process the "
-                           "same number of batches (drop_last=True)")  # fmt: skip
+        raise RuntimeError("model: expected DistributedDataParallel outside of join(), got it inside: give every "
+                           "process the same number of batches (drop_last=True)")  # fmt: skip
     flags = [(ddp, ddp.require_backward_grad_sync, ddp.require_forward_param_sync) for ddp in wrapped]
 
-    def give_back() -> None:
+    def restore() -> None:
         for ddp, backward, forward in flags:
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = backward, forward
 
-    with undoing(give_back), ExitStack() as stack:
+    with undoing(restore), ExitStack() as stack:
         for ddp in wrapped:
             reset = getattr(ddp.reducer, "_reset_state", None)
             if reset is not None:

@@ -27,7 +27,7 @@ def backward(
     """One backward pass from several roots, outside of autocast; ``seeds[i]`` [] is the factor of ``roots[i]``.
 
     Raises:
-        RuntimeError: what the graph had saved is gone.
+        RuntimeError: the graph was freed before.
     """
     try:
         torch.autograd.backward(list(roots), list(seeds), retain_graph=retain_graph, inputs=inputs)  # type: ignore[arg-type]
@@ -35,9 +35,9 @@ def backward(
         if "second time" not in str(error):
             raise
         raise RuntimeError(
-            "closure: the graph of its losses was freed before COST's backward passes. Does it call backward() itself, "
-            "or return losses that are computed outside of it? It should compute the K losses, each time it is called, "
-            "and return them; step makes the backward passes"
+            "closure: expected losses with their graph, got a graph that was freed before COST's backward passes. "
+            "Does it call backward() itself, or return losses that are computed outside of it? It should "
+            "compute the K losses in each call and return them; step makes the backward passes"
         ) from error
 
 
@@ -74,6 +74,13 @@ def task_gradients(losses: Losses, shared: Iterable[Tensor], *, out: Tensor | No
 
     Raises:
         TypeError, ValueError: ``losses`` is none of the above, or none of them has a graph; ``shared`` is empty.
+
+    Example:
+        >>> shared = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> G = cost_mtl.task_gradients([shared.sum(), (shared**2).sum()], [shared])
+        >>> G
+        tensor([[1., 1.],
+                [2., 4.]])
     """
     params = tuple(shared)
     if not params:

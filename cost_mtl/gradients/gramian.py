@@ -40,6 +40,12 @@ def gramian(G: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
     Returns:
         M [K, K], symmetric, on G's device.
+
+    Example:
+        >>> G = torch.tensor([[1.0, 1.0], [2.0, 4.0]])
+        >>> cost_mtl.gramian(G)
+        tensor([[ 2.,  6.],
+                [ 6., 20.]])
     """
     if G.dim() != 2:
         raise ValueError(f"G: expected task gradients [K, m], got shape {list(G.shape)}")
@@ -88,6 +94,10 @@ def cosines(M: Tensor) -> Tensor:
     """cos(g_i, g_0) [K] with the mean gradient g_0, from the Gramian [K, K]: g_i^T g_0 = (M 1)_i / K.
 
     0 where g_i or g_0 is zero. On M's device, without a synchronisation.
+
+    Example:
+        >>> cost_mtl.cosines(torch.tensor([[1.0, -2.0], [-2.0, 9.0]]))
+        tensor([-0.4082,  0.9526])
     """
     total = M.sum(dim=1)
     lengths = norms(M) * total.sum().clamp_min(0).sqrt()
@@ -113,6 +123,11 @@ def combine(G: Tensor, weights: Tensor, *, out: Tensor | None = None, wide: bool
 
     Raises:
         ValueError: ``weights`` is not [K].
+
+    Example:
+        >>> G = torch.tensor([[1.0, 1.0], [2.0, 4.0]])
+        >>> cost_mtl.combine(G, torch.tensor([1.0, 0.5]))
+        tensor([2., 3.])
     """
     if weights.shape != (len(G),):
         raise ValueError(f"weights: expected shape [{len(G)}], one for each row of G, got {list(weights.shape)}")

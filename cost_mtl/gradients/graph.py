@@ -1,4 +1,4 @@
-"""Looking at the autograd graph below the losses."""
+"""What the autograd graph of the losses tells: the parameters it reaches, and what it can't be used with."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.autograd.graph import GradientEdge, Node
 
 def refuse_reentrant_checkpoints(roots: Sequence[Tensor | GradientEdge | None]) -> None:
     """Reentrant activation checkpointing hides its parameters from the graph, so that a backward pass to chosen
-    parameters gives them no gradient, without a word.
+    parameters silently gives them no gradient.
 
     Raises:
         RuntimeError: the graph has such a node.
     """
     if any(node.name() == "CheckpointFunctionBackward" for node in _graph(roots)):
         raise RuntimeError(
-            "the model uses reentrant activation checkpointing, under which parameters get no task gradients: "
-            "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            "model: expected non-reentrant activation checkpointing, got reentrant, under which parameters get no task "
+            "gradients: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
         )
 
 

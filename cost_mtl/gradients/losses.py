@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge
 from cost_mtl._torch.frameworks import advice
 
 EXPECTED = (
-    "expected the closure to return K losses with their graph: a tensor [K], a sequence of scalar tensors, "
-    "or a mapping name -> scalar tensor"
+    "closure: expected K losses with their graph (a tensor [K], a sequence of scalar tensors or a mapping "
+    "name -> scalar tensor)"
 )
 
 
@@ -83,16 +83,16 @@ def split_losses(losses: object, *, scale: Tensor | None = None, require_graph: 
     elif isinstance(losses, Sequence) and not isinstance(losses, str | bytes):
         tasks = _from_scalars([str(i) for i in range(len(losses))], list(losses))
     else:
-        raise TypeError(f"{EXPECTED}; got {_describe(losses)}")
+        raise TypeError(f"{EXPECTED}, got {_describe(losses)}")
     if require_graph and not tasks.has_graph:
         raise ValueError(no_graph(tasks))
     return tasks if scale is None else replace(tasks, scale=scale)
 
 
 def no_graph(tasks: TaskLosses) -> str:
-    """The message for losses that nothing can be learned from."""
+    """The error message for losses without a graph."""
     return (
-        f"{EXPECTED}; none of the {len(tasks)} losses has a graph (requires_grad is False): were they detached, turned "
+        f"{EXPECTED}, got {len(tasks)} of which none has a graph (requires_grad is False): were they detached, turned "
         f"into numbers, or computed under no_grad?{advice()}"
     )
 
@@ -103,18 +103,18 @@ def _describe(value: object) -> str:
 
 def _from_scalars(names: list[str], scalars: list[object]) -> TaskLosses:
     if not scalars:
-        raise ValueError(f"{EXPECTED}; got none")
+        raise ValueError(f"{EXPECTED}, got none")
     if len(set(names)) < len(names):
-        raise ValueError(f"{EXPECTED}; got two tasks of the same name among {names}")
+        raise ValueError(f"{EXPECTED}, got two tasks of the same name among {names}")
     roots: list[Tensor] = []
     for name, scalar in zip(names, scalars, strict=True):
         if not isinstance(scalar, Tensor):
-            raise TypeError(f"{EXPECTED}; the loss of task {name!r} is {_describe(scalar)}")
+            raise TypeError(f"{EXPECTED}, got {_describe(scalar)} as the loss of task {name!r}")
         if not scalar.dtype.is_floating_point:
-            raise TypeError(f"{EXPECTED}; the loss of task {name!r} is a tensor of {scalar.dtype} (a metric?)")
+            raise TypeError(f"{EXPECTED}, got a tensor of {scalar.dtype} (a metric?) as the loss of task {name!r}")
         if scalar.numel() != 1:
-            raise ValueError(f"{EXPECTED}; the loss of task {name!r} is {_describe(scalar)}, not a scalar: reduce it "
-                             "to one number first, e.g. with .mean()")  # fmt: skip
+            raise ValueError(f"{EXPECTED}, got {_describe(scalar)} as the loss of task {name!r}, not a scalar: reduce "
+                             "it to one number first, e.g. with .mean()")  # fmt: skip
         roots.append(scalar if scalar.dim() == 0 else scalar.reshape(()))
     device = next((root.device for root in roots if root.requires_grad), roots[0].device)
     values = torch.stack([root.detach().to(device, _real_dtype(root)) for root in roots])
@@ -128,9 +128,9 @@ def _real_dtype(loss: Tensor) -> torch.dtype:
 
 def _from_tensor(losses: Tensor) -> TaskLosses:
     if losses.dim() > 1 or losses.numel() == 0:
-        raise ValueError(f"{EXPECTED}; got {_describe(losses)}")
+        raise ValueError(f"{EXPECTED}, got {_describe(losses)}")
     if not losses.dtype.is_floating_point:
-        raise TypeError(f"{EXPECTED}; got a tensor of {losses.dtype}")
+        raise TypeError(f"{EXPECTED}, got a tensor of {losses.dtype}")
     names = tuple(str(i) for i in range(losses.numel()))
     if not losses.requires_grad:
         return TaskLosses(names, losses.detach().reshape(-1), (None,) * losses.numel())

@@ -49,7 +49,7 @@ _UNSUPPORTED = (
 
 @dataclass(frozen=True)
 class _Opened:
-    """An adapter: its configuration and tensors; of a live one also what its layers say, and what its model ties."""
+    """An adapter: its configuration and tensors; of a live one also its layers' settings, and what its model ties."""
 
     config: Any
     source: TensorSource
@@ -95,7 +95,7 @@ def adapter_blocks(base: TensorSource, adapter: Any, name: str, exclude: Sequenc
     model = architecture if isinstance(architecture, nn.Module) else None
     chosen = _chosen(base, parse_adapter(opened.source, name), exclude)
     if not chosen:
-        raise ValueError(f"{name}: the adapter changes no weight of {base.name}")
+        raise ValueError(f"{name}: expected an adapter that changes weights of {base.name}, got one that changes none")
     ties = [tie for tie in opened.ties if sum(key in base.infos for key in tie) < len(tie)]  # the base may be untied
     _check_ties([*ties, *_ties_of(base), *(tied_names(model) if model else ())], chosen, base.name, name)
     parts = _without_buffers(base, opened.source, _blocks_of(base, chosen, name), name)
@@ -120,7 +120,7 @@ def _open(adapter: Any, name: str) -> _Opened:
     config = adapter.peft_config[active[0]]
     _check_config(config, name)
     layers = live_layers(adapter, active[0], name)
-    # Embeddings that the adapter did not train are the base's; asking for them would look for the base on the hub.
+    # Embeddings that the adapter did not train are the base's; asking for them would search the hub for the base.
     state = get_peft_model_state_dict(adapter, adapter_name=active[0], save_embedding_layers=False)
     _check_trained(adapter, state.values(), name)
     model = adapter.get_base_model()
@@ -135,7 +135,9 @@ def _read_config(folder: str | os.PathLike[str], name: str) -> Any:
     try:
         return PeftConfig.from_pretrained(str(folder))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: {Path(folder) / 'adapter_config.json'} is not readable ({error!r})") from error
+        raise ValueError(
+            f"{name}: expected a readable {Path(folder) / 'adapter_config.json'}, got {error!r}"
+        ) from error
 
 
 def _check_trained(adapter: nn.Module, state: Iterable[Tensor], name: str) -> None:
@@ -145,7 +147,8 @@ def _check_trained(adapter: nn.Module, state: Iterable[Tensor], name: str) -> No
         own = ".lora_" in key or ".modules_to_save." in key
         if parameter.requires_grad and not own and parameter.data_ptr() not in known:
             raise ValueError(
-                f"{name}: {key.removeprefix(PREFIX)!r} is trainable, but is no part of the adapter: {WHAT_TO_DO}"
+                f"{name}: expected all trainable weights in the adapter, got "
+                f"{key.removeprefix(PREFIX)!r} outside of it: {WHAT_TO_DO}"
             )
 
 
@@ -180,8 +183,9 @@ def _check_ties(ties: Iterable[frozenset[str]], changed: Iterable[str], base: st
         trained, left = sorted(tie & changed), sorted(tie - changed)
         if trained and left:
             raise ValueError(
-                f"{name}: the adapter changes {trained[0]!r} alone, which is tied to {left[0]!r} in {base}: the "
-                "merge would change both, so untie the two in the base first (give each a weight of its own)"
+                f"{name}: expected tied weights to change together, got an adapter that changes {trained[0]!r} alone, "
+                f"which is tied to {left[0]!r} in {base}: the merge would change both, so untie the two in the base "
+                "first (give each a weight of its own)"
             )
 
 
@@ -193,11 +197,11 @@ def _blocks_of(base: TensorSource, chosen: Mapping[str, Parts], name: str) -> di
         module, _, parameter = unknown[0].rpartition(".")
         parametrized = any(key.startswith(f"{module}.parametrizations.{parameter}.") for key in stored)
         why = f"which is parametrized in {base.name}" if parametrized else f"which {base.name} does not have"
-        raise ValueError(f"{name}: the adapter changes {unknown[0]!r}, {why}")
+        raise ValueError(f"{name}: expected an adapter of {base.name}, got one that changes {unknown[0]!r}, {why}")
     blocks: dict[str, Parts] = {}
     for key, part in chosen.items():
         if stored[key] in blocks:
-            raise ValueError(f"{name}: the adapter changes the tied weight {stored[key]!r} twice: {WHAT_TO_DO}")
+            raise ValueError(f"{name}: expected one change of the tied weight {stored[key]!r}, got two: {WHAT_TO_DO}")
         blocks[stored[key]] = part
     return blocks
 
@@ -212,7 +216,10 @@ def _without_buffers(
         if (dtype.is_floating_point or dtype.is_complex) and not (is_statistic(key) or key in base.buffers):
             weights[key] = part
         elif not torch.equal(base.read(key).cpu(), source.read(part.whole).cpu()):
-            raise ValueError(f"{name}: modules_to_save changes the buffer {key!r}, which is no weight: {WHAT_TO_DO}")
+            raise ValueError(
+                f"{name}: expected the base's buffers, got one whose modules_to_save changes the buffer {key!r}: "
+                f"{WHAT_TO_DO}"
+            )
     return weights
 
 
@@ -223,10 +230,10 @@ def _check_config(config: Any, name: str) -> None:
     variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     for field in (*variants, *_UNSUPPORTED):
         if getattr(config, field, None):
-            raise ValueError(f"{name}: the adapter uses {field}, whose change is not s·B·A: {WHAT_TO_DO}")
+            raise ValueError(f"{name}: expected an adapter whose change is s·B·A, got one with {field}: {WHAT_TO_DO}")
     if config.init_lora_weights not in _PLAIN_INITS:
         raise ValueError(
-            f"{name}: the adapter was initialised with {config.init_lora_weights!r}, which changed the base's weights: "
+            f"{name}: expected an initialisation that keeps the base's weights, got {config.init_lora_weights!r}: "
             f"{WHAT_TO_DO}"
         )
 
@@ -236,7 +243,9 @@ def _facts(
 ) -> LayerFacts:
     if opened.layers is not None:
         if part.module not in opened.layers:
-            raise ValueError(f"{name}: peft has no layer {part.module!r} for the adapter's factors: {WHAT_TO_DO}")
+            raise ValueError(
+                f"{name}: expected a layer of peft for the adapter's factors, got none at {part.module!r}: {WHAT_TO_DO}"
+            )
         return opened.layers[part.module]
     infos = opened.source.infos
     scaling = config_scaling(opened.config, part.module, infos[part.factor_a].shape[0])
@@ -248,8 +257,8 @@ def _facts(
         transposed = _transposed_by_shape(opened, part, base, key)
     if transposed is None and not single:
         raise ValueError(
-            f"{name}: fan_in_fan_out: the square weight {key!r} may be a Linear's or a Conv1D's, and the adapter's "
-            f"configuration does not say it for each layer ({architecture}): pass the base as a module, or a "
+            f"{name}: expected a base whose layers are known, got the square weight {key!r} of a Linear or a Conv1D "
+            f"(fan_in_fan_out is one setting for all layers; {architecture}): pass the base as a module, or a "
             "folder whose config.json transformers knows"
         )
     return LayerFacts(scaling, bool(opened.config.fan_in_fan_out) if transposed is None else transposed)
@@ -280,21 +289,23 @@ def _delta(
     if part.whole:
         whole = source.read(part.whole)
         if whole.shape != weight.shape:
-            raise ValueError(f"{label}: shape {list(whole.shape)} in the adapter, {list(weight.shape)} in {base.name}")
+            raise ValueError(
+                f"{label}: expected the shape {list(weight.shape)} of {base.name}, got {list(whole.shape)}"
+            )
         delta = subtract(whole, weight, label)
     if facts is not None:
         a, b = (source.read(factor).to(weight.device, dtype) for factor in (part.factor_a, part.factor_b))
         if b.flatten(1).shape[1] != a.shape[0]:
-            raise ValueError(f"{label}: the factors' shapes {list(b.shape)} and {list(a.shape)} do not fit together")
+            raise ValueError(f"{label}: expected factors of one rank, got shapes {list(b.shape)} and {list(a.shape)}")
         product = b.flatten(1) @ a.flatten(1)
         if facts.transposed:
             product = product.T
         if product.shape != weight.flatten(1).shape:
             raise ValueError(
-                f"{label}: the adapter's ΔW is {list(product.shape)}, the weight {list(weight.shape)} "
+                f"{label}: expected a ΔW of the weight's shape {list(weight.shape)}, got {list(product.shape)} "
                 "(another base, or a grouped convolution)"
             )
         delta = delta + product.reshape(weight.shape) * facts.scaling
     if not all_finite(delta):
-        raise ValueError(f"{label}: the adapter's ΔW is not finite")
+        raise ValueError(f"{label}: expected a finite ΔW, got NaN or infinity")
     return delta

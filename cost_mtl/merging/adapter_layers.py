@@ -1,8 +1,8 @@
-"""What peft knows of each layer that a LoRA adapter changes: its factor, and which way round its weight lies.
+"""What peft knows of each layer that a LoRA adapter changes: its factor, and whether its weight is transposed.
 
 A configuration says each of these once for all layers, which is not always true: peft keeps one ``fan_in_fan_out``
 for Linear and Conv1D layers together (the last layer's), and ``scale_layer`` changes a layer and no configuration. So
-a live model is asked layer by layer; a folder, which holds the configuration alone, is read beside its base's layers.
+a live model is read layer by layer; a folder, which holds the configuration alone, is read beside its base's layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LayerFacts:
 
 
 def live_layers(adapter: Any, active: str, name: str) -> dict[str, LayerFacts]:
-    """Name of each layer that the active adapter changes -> what the layer says of itself.
+    """Name of each layer that the active adapter changes -> its own settings.
 
     Args:
         adapter: a PeftModel with a LoRA adapter.
@@ -54,12 +54,14 @@ def live_layers(adapter: Any, active: str, name: str) -> dict[str, LayerFacts]:
             continue
         if not (type(module) in (lora.Linear, lora.Embedding) or isinstance(layer, lora._ConvNd)):
             raise ValueError(
-                f"{name}: the adapter's layer {key!r} is a {type(module).__name__} of peft, whose change is not "
-                f"s·B·A: {WHAT_TO_DO}"
+                f"{name}: expected layers whose change is s·B·A, got the adapter's layer {key!r}, a "
+                f"{type(module).__name__} of peft: {WHAT_TO_DO}"
             )
         if module.lora_variant.get(active) is not None:
             kind = type(module.lora_variant[active]).__name__
-            raise ValueError(f"{name}: the adapter's layer {key!r} is a {kind}, not a plain LoRA: {WHAT_TO_DO}")
+            raise ValueError(
+                f"{name}: expected a plain LoRA, got a {kind} as the adapter's layer {key!r}: {WHAT_TO_DO}"
+            )
         facts[key] = LayerFacts(
             scaling=float(module.scaling[active]),
             transposed=isinstance(module, lora.Embedding) or bool(getattr(module, "fan_in_fan_out", False)),
@@ -79,7 +81,9 @@ def _check_state(module: Any, key: str, active: str, name: str) -> None:
     if others:
         raise ValueError(f"{name}: expected the active adapter {active!r} at every layer, got {others} at {key!r}")
     if active not in module.active_adapters and active in module._get_available_adapters():
-        raise ValueError(f"{name}: expected the adapter {active!r} to be active at every layer, it is not at {key!r}")
+        raise ValueError(
+            f"{name}: expected the adapter {active!r} to be active at every layer, got it inactive at {key!r}"
+        )
 
 
 def config_scaling(config: Any, module: str, rank: int) -> float:

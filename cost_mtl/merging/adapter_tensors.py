@@ -31,8 +31,8 @@ def parse_adapter(source: TensorSource, name: str) -> dict[str, Parts]:
         key = stored.removeprefix(PREFIX)
         if ".base_layer." in key and ".lora_" in key:
             raise ValueError(
-                f"{name}: the adapter's tensor {stored!r} belongs to a layer that peft wraps twice "
-                f"(MultiheadAttention), whose change is not s·B·A: {WHAT_TO_DO}"
+                f"{name}: expected layers whose change is s·B·A, got {stored!r} of a layer that peft wraps twice "
+                f"(MultiheadAttention): {WHAT_TO_DO}"
             )
         if key.endswith(".lora_A.weight"):
             _entry(parts, key, ".lora_A.weight").factor_a = stored
@@ -43,12 +43,12 @@ def parse_adapter(source: TensorSource, name: str) -> dict[str, Parts]:
         elif key.endswith(".lora_embedding_B"):
             _entry(parts, key, ".lora_embedding_B", embedding=True).factor_b = stored
         elif ".lora_" in key:
-            raise ValueError(f"{name}: the adapter's tensor {stored!r} is not understood: {WHAT_TO_DO}")
+            raise ValueError(f"{name}: expected tensors of a plain LoRA, got {stored!r}: {WHAT_TO_DO}")
         else:
             parts.setdefault(plain_name(key), Parts()).whole = stored
     for key, part in parts.items():
         if bool(part.factor_a) != bool(part.factor_b):
-            raise ValueError(f"{name}: the adapter has only one of the two factors of {key!r}")
+            raise ValueError(f"{name}: expected two factors A and B of {key!r}, got only one of the two factors")
     return parts
 
 

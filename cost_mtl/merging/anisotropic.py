@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from cost_mtl._validation import finite, one_of
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.merged_model import MergedModel
 from cost_mtl.merging.task_vector import TaskVector
@@ -40,6 +41,17 @@ class AnisotropicScaling(MergedModel):
 
     Attributes:
         coefficients: the parameter [T, B] or [T, 1], float32; columns in the order of ``blocks``.
+
+    Example:
+        >>> base, one, two = (nn.Linear(2, 1) for _ in range(3))
+        >>> vectors = [TaskVector(base, one), TaskVector(base, two)]
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> scaling = AnisotropicScaling(base, vectors)
+        >>> report = scaling.fit(loss, train, held_out)
+        >>> scaling.coefficients.shape, report.best <= report.starts[0]
+        (torch.Size([2, 2]), True)
     """
 
     def __init__(
@@ -51,11 +63,14 @@ class AnisotropicScaling(MergedModel):
         granularity: Literal["block", "vector"] = "block",
     ) -> None:
         super().__init__(model, vectors)
-        if granularity not in ("block", "vector"):
-            raise ValueError(f'granularity: expected "block" or "vector", got {granularity!r}')
+        one_of("granularity", granularity, ("block", "vector"))
         shape = (len(vectors), len(self.blocks) if granularity == "block" else 1)
-        if isinstance(init, Tensor) and tuple(init.shape) != shape:
+        if not isinstance(init, Tensor):
+            finite("init", init)
+        elif tuple(init.shape) != shape:
             raise ValueError(f"init: expected a number or shape {list(shape)}, got {list(init.shape)}")
+        elif not bool(torch.isfinite(init).all()):
+            raise ValueError(f"init: expected finite numbers, got {init.tolist()}")
         values = init.detach().float() if isinstance(init, Tensor) else torch.full(shape, float(init))
         self.coefficients = nn.Parameter(values.to(self._base[self.blocks[0]].device, copy=True))
         self._column = {block: number if granularity == "block" else 0 for number, block in enumerate(self.blocks)}

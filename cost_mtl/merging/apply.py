@@ -35,7 +35,8 @@ def apply_vector(
     check_policy(buffers)
     scale = checked_factor(scale, "scale")
     if buffers == "recalibrate" and not (isinstance(base, nn.Module) and batches is not None):
-        raise ValueError('buffers: "recalibrate" needs a module as base, and batches')
+        given = type(base).__name__ if batches is not None else "no batches"
+        raise ValueError(f'buffers: "recalibrate" expected a module as base, and batches, got {given}')
     if buffers != "recalibrate" and batches is not None:
         raise ValueError(f'batches: expected buffers="recalibrate" with them, got buffers={buffers!r}')
     source = open_source(base, "base")
@@ -50,7 +51,7 @@ def apply_vector(
         return _state_dict(base, source, merged)
     unknown = [key for key in vector.added if key not in source.infos]
     if unknown:
-        raise ValueError(f"base: the module has no {unknown[0]!r}, which the vector adds: apply it to a state_dict")
+        raise ValueError(f"base: expected a state_dict, since the vector adds {unknown[0]!r}, got a module without it")
     model = copy.deepcopy(base)
     model.load_state_dict(_state_dict(base.state_dict(), source, merged))
     if buffers == "recalibrate" and batches is not None:
@@ -68,13 +69,15 @@ def block_keys(source: TensorSource, vector: HasFields) -> dict[str, str]:
     unknown = [block for block in vector.blocks if block not in stored and block not in vector.added]
     if unknown:
         raise ValueError(
-            f"{source.name}: it lacks {unknown[0]!r}, which the task vector has ({len(unknown)} such blocks in all)"
+            f"{source.name}: expected all blocks of the task vector, got a model that lacks {unknown[0]!r} "
+            f"({len(unknown)} such blocks in all)"
         )
     block_of: dict[str, str] = {}
     for block in vector.blocks:
         if block in stored and block_of.setdefault(stored[block], block) != block:
             raise ValueError(
-                f"{source.name}: it ties {block_of[stored[block]]!r} and {block!r}, which are two blocks of the vector"
+                f"{source.name}: expected separate weights for two blocks of the vector, got a model that ties "
+                f"{block_of[stored[block]]!r} and {block!r}"
             )
     return block_of
 

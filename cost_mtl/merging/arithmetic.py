@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cost_mtl.merging.apply import apply_vector
+from cost_mtl.merging.blocks import checked_factor
 from cost_mtl.merging.source import Model, TensorSource
 from cost_mtl.merging.statistics import BufferPolicy
 from cost_mtl.merging.task_vector import TaskVector, combine
@@ -42,10 +43,24 @@ def task_arithmetic(
 
     Raises:
         TypeError, ValueError: see :class:`TaskVector` and :meth:`TaskVector.apply_to`.
+
+    Example:
+        >>> base = {"w": torch.zeros(2)}
+        >>> models = [{"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 2.0])}]
+        >>> task_arithmetic(base, models, 0.5)
+        {'w': tensor([0.5000, 1.0000])}
     """
     taus = as_vectors(base, vectors)
-    scales = [float(scale)] * len(taus) if isinstance(scale, int | float) else [float(value) for value in scale]
-    return apply_vector(base, combine(taus, scales), 1.0, buffers, batches)
+    return apply_vector(base, combine(taus, _scales(scale, len(taus))), 1.0, buffers, batches)
+
+
+def _scales(scale: float | Sequence[float], count: int) -> list[float]:
+    if not isinstance(scale, Iterable):
+        return [checked_factor(scale, "scale")] * count
+    scales = [checked_factor(value, "scale") for value in scale]
+    if len(scales) != count:
+        raise ValueError(f"scale: expected a number, or one for each of the {count} vectors, got {len(scales)}")
+    return scales
 
 
 def task_analogy(a: Model, b: Model, c: Model, scale: float = 1.0) -> nn.Module | dict[str, Tensor]:
@@ -54,13 +69,24 @@ def task_analogy(a: Model, b: Model, c: Model, scale: float = 1.0) -> nn.Module 
     Args:
         a, b, c: three fine-tunings of one model; the result is of the kind of ``c``, with its buffers.
         scale: 1 by default, as in the definition.
+
+    Example:
+        >>> a, b, c = ({"w": torch.tensor(values)} for values in ([1.0, 0.0], [1.0, 2.0], [5.0, 5.0]))
+        >>> task_analogy(a, b, c)
+        {'w': tensor([5., 7.])}
     """
     return apply_vector(c, TaskVector(a, b, name="b"), scale, "keep", None)
 
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """The scale with the best score, its score, and the scores of all scales tried."""
+    """The scale with the best score, its score, and the scores of all scales tried.
+
+    Example:
+        >>> base, tuned = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+        >>> search_scale(base, [tuned], lambda merged: float(merged["w"]), [0.0, 1.0])
+        ScaleSearch(scale=1.0, score=1.0, scores={0.0: 0.0, 1.0: 1.0})
+    """
 
     scale: float
     score: float
@@ -86,6 +112,12 @@ def search_scale(
 
     Raises:
         ValueError: the grid is empty, or no score is finite.
+
+    Example:
+        >>> base, tuned = {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+        >>> found = search_scale(base, [tuned], lambda merged: -abs(float(merged["w"]) - 0.3))
+        >>> round(found.scale, 2)
+        0.3
     """
     if not grid:
         raise ValueError("grid: expected at least one scale, got none")

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import at_least, integer, one_of
 from cost_mtl.merging.task_vector import TaskVector, combine, gram
 
 __all__ = ["TaskVectorBasis"]
@@ -30,6 +31,13 @@ class TaskVectorBasis:
         encoder: E [M, T], float64.
         decoder: D [T, M], float64: the least-squares one for E.
         errors: ‖τ_i − τ̂_i‖ / ‖τ_i‖ [T], float64; 0 for a zero vector.
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> two = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([4.0, -1.0, 1.0, 0.0])})
+        >>> basis = TaskVectorBasis.fit([one, two, one + two], 2, method="pca")  # the third is no new direction
+        >>> len(basis.vectors), bool(basis.errors.max() < 1e-4)
+        (2, True)
     """
 
     vectors: tuple[TaskVector, ...]
@@ -54,13 +62,14 @@ class TaskVectorBasis:
         Raises:
             ValueError: ``size`` or ``method`` out of range, or all vectors are zero.
         """
-        if method not in ("softmax", "pca"):
-            raise ValueError(f'method: expected "softmax" or "pca", got {method!r}')
-        if not 1 <= size <= len(vectors):
+        one_of("method", method, ("softmax", "pca"))
+        integer("seed", seed)
+        at_least("size", size, 1)
+        if size > len(vectors):
             raise ValueError(f"size: expected 1 to {len(vectors)} (the number of vectors), got {size}")
         products = gram(vectors)
         if not products.diagonal().any():
-            raise ValueError("vectors: expected at least one that is not zero")
+            raise ValueError(f"vectors: expected at least one that is not zero, got {len(vectors)} zero vectors")
         # Only ratios matter, and Adam's steps and the solver's conditioning are then those of a unit problem.
         products = products / products.diagonal().mean()
         encoder = _softmax_encoder(products, size, seed) if method == "softmax" else _pca_encoder(products, size)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import is_number
 from cost_mtl.merging.source import TensorInfo
 
 __all__ = [
@@ -61,10 +62,9 @@ def checked_factor(value: float, name: str) -> float:
     Raises:
         ValueError: it is not finite, or too large for float32; ``name`` says which argument it is.
     """
-    factor = float(value)
-    if not abs(factor) <= torch.finfo(torch.float32).max:  # False for NaN
-        raise ValueError(f"{name}: expected a finite number that float32 can hold, got {factor:g}")
-    return factor
+    if not is_number(value) or not abs(value) <= torch.finfo(torch.float32).max:  # False for NaN
+        raise ValueError(f"{name}: expected a finite number that float32 can hold, got {value!r}")
+    return float(value)
 
 
 def shape_of(blocks: Mapping[str, Tensor], block: str) -> TensorInfo:
@@ -112,7 +112,7 @@ def subtract(finetuned: Tensor, base: Tensor, label: str) -> Tensor:
     tau = finetuned.to(base.device, dtype, copy=True).sub_(base)
     if not all_finite(tau):
         where = "the fine-tuned model" if all_finite(base) else "the base"
-        raise ValueError(f"{label}: the difference is not finite (NaN or infinity in {where}, or an overflow)")
+        raise ValueError(f"{label}: expected a finite difference, got NaN or infinity in {where}, or an overflow")
     return tau
 
 
@@ -123,12 +123,16 @@ def add_block(base: Tensor, tau: Tensor, scale: float, label: str, dtype: torch.
         ValueError: shapes differ, or the sum is not finite in that dtype; ``label`` says of what.
     """
     if base.shape != tau.shape:
-        raise ValueError(f"{label}: the base has shape {list(base.shape)}, the task vector {list(tau.shape)}")
+        raise ValueError(
+            f"{label}: expected the base's shape {list(base.shape)}, got {list(tau.shape)} in the task vector"
+        )
     compute_dtype(base.dtype, tau.dtype, dtype or base.dtype, label=label)
     # torch computes in the wider of the two dtypes, which is a vector's.
     result = torch.add(base, tau.to(base.device), alpha=scale).to(dtype or base.dtype)
     if not all_finite(result):
-        raise ValueError(f"{label}: the merged weights are not finite in {result.dtype} (scale {scale:g})")
+        raise ValueError(
+            f"{label}: expected finite merged weights, got NaN or infinity in {result.dtype} (scale {scale:g})"
+        )
     return result
 
 
@@ -143,7 +147,7 @@ def converted(tensor: Tensor, dtype: torch.dtype, label: str) -> Tensor:
     compute_dtype(tensor.dtype, dtype, label=label)
     result = tensor.to(dtype)
     if not all_finite(result) and all_finite(tensor):
-        raise ValueError(f"{label}: the weights are not finite in {dtype}")
+        raise ValueError(f"{label}: expected weights that are finite in {dtype}, got an overflow")
     return result
 
 
@@ -157,7 +161,7 @@ def weighted_sum(terms: Iterable[tuple[float, Tensor]], infos: Sequence[TensorIn
     """
     shapes = {info.shape for info in infos}
     if len(shapes) > 1:
-        raise ValueError(f"{label}: the task vectors have different shapes, {sorted(map(list, shapes))}")
+        raise ValueError(f"{label}: expected task vectors of one shape, got {sorted(map(list, shapes))}")
     dtype = compute_dtype(*(info.dtype for info in infos), label=label)
     total: Tensor | None = None
     for weight, tensor in terms:

@@ -50,6 +50,12 @@ class CheckpointSource:
     Raises:
         FileNotFoundError: there is no such path, no checkpoint in the folder, or a shard is missing.
         ValueError: a file is truncated or corrupt, index and shards disagree, or the folder is ambiguous.
+
+    Example:
+        >>> save_file({"w": torch.ones(2)}, "model.safetensors")
+        >>> source = CheckpointSource("model.safetensors", "base")
+        >>> source.infos["w"].shape, source.read("w")
+        ((2,), tensor([1., 1.]))
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
@@ -81,9 +87,13 @@ class CheckpointSource:
                 entry = file.get_slice(key)
                 code = entry.get_dtype()
                 if code not in CODES:
-                    raise ValueError(f"{self.name}: {key!r} in {path} has the unsupported dtype {code}")
+                    raise ValueError(
+                        f"{self.name}: expected one of the dtypes {', '.join(CODES)}, got {code} of {key!r} in {path}"
+                    )
                 if key in self.infos:
-                    raise ValueError(f"{self.name}: {key!r} is in {self._file_of[key].name} and in {filename}")
+                    raise ValueError(
+                        f"{self.name}: expected {key!r} in one shard, got {self._file_of[key].name} and {filename}"
+                    )
                 self.infos[key] = TensorInfo(tuple(entry.get_shape()), CODES[code])
                 self._file_of[key] = path
             return ShardFile(filename, keys, file.metadata() or {})
@@ -94,8 +104,9 @@ class CheckpointSource:
         if wrong:
             key = wrong[0]
             raise ValueError(
-                f"{self.name}: {self.folder / self.index_name} and its shards disagree on {len(wrong)} keys; "
-                f"{key!r} should be in {weight_map.get(key, 'no file')}, and is in {found.get(key, 'none')}"
+                f"{self.name}: expected shards that agree with {self.folder / self.index_name}, got {len(wrong)} "
+                f"keys that disagree: {key!r} should be in {weight_map.get(key, 'no file')}, and is in "
+                f"{found.get(key, 'none')}"
             )
 
     @property
@@ -121,12 +132,12 @@ class CheckpointSource:
 @contextmanager
 def _opened(path: Path, name: str) -> Iterator[Any]:
     if not path.is_file():
-        raise FileNotFoundError(f"{name}: the file {path} is missing")
+        raise FileNotFoundError(f"{name}: expected the file {path}, got no such file")
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{name}: {path} is no complete safetensors file ({error})") from error
+        raise ValueError(f"{name}: expected a complete safetensors file, got {path} ({error})") from error
 
 
 def _find(path: Path, name: str) -> Path:
@@ -140,17 +151,17 @@ def _find(path: Path, name: str) -> Path:
             "safetensors.torch.save_file(state, 'model.safetensors')"
         )
     if not path.is_dir():
-        raise FileNotFoundError(f"{name}: there is no file or folder {path}")
+        raise FileNotFoundError(f"{name}: expected a file or folder, got {path}, which does not exist")
     if (path / "adapter_config.json").is_file():
         raise ValueError(f"{name}: expected a whole model, got the PEFT adapter {path}")
     indices = sorted(path.glob("*" + INDEX_SUFFIX))
     indexed = {file for index in indices for file in _read_index(index, name)["weight_map"].values()}
     candidates = indices + sorted(file for file in path.glob("*.safetensors") if file.name not in indexed)
     if not candidates:
-        raise FileNotFoundError(f"{name}: the folder {path} holds no .safetensors file")
+        raise FileNotFoundError(f"{name}: expected a .safetensors file in the folder {path}, got none")
     if len(candidates) > 1:
         found = ", ".join(file.name for file in candidates[:5])
-        raise ValueError(f"{name}: the folder {path} holds several checkpoints ({found}): name the file")
+        raise ValueError(f"{name}: expected one checkpoint in the folder {path}, got several ({found}): name the file")
     return candidates[0]
 
 
@@ -158,12 +169,12 @@ def _read_index(path: Path, name: str) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{name}: {path} is no readable index ({error})") from error
+        raise ValueError(f"{name}: expected a readable index, got {path} ({error})") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{name}: {path} has no weight_map")
+        raise ValueError(f"{name}: expected an index with a weight_map, got {path} without one")
     for key, filename in weight_map.items():
         # The same names are used for writing: one with a folder in it could leave the output folder.
         if not isinstance(filename, str) or Path(filename).name != filename:
-            raise ValueError(f"{name}: {path} maps {key!r} to {filename!r}, expected the name of a file beside it")
+            raise ValueError(f"{name}: expected the name of a file beside {path} for {key!r}, got {filename!r}")
     return dict(index)

@@ -1,4 +1,4 @@
-"""Where an output goes, and what must not be lost there: whatever the merge reads, and whatever is no model.
+"""Where an output goes, and what it must not replace: files that the merge reads, and files of no model.
 
 Paths are compared by what they lead to (device and file number), so that symbolic links, hard links and other
 spellings of a path are seen through.
@@ -48,10 +48,10 @@ class Destination:
     Attributes:
         path: a file or a folder. A symbolic link is followed.
         overwrite: whether an earlier output may be replaced.
-        inputs: files and folders that are read; neither they nor what is in them is replaced, and nothing is put
-            inside these folders.
+        inputs: files and folders that are read; neither they nor what is in them is replaced, and nothing is written
+            into these folders.
         companions: files that go beside the weights: name -> what gives their content.
-        vector: whether a task vector is written; a model never replaces one, nor the other way round.
+        vector: whether a task vector is written; neither a model nor a task vector replaces the other.
     """
 
     path: Path
@@ -71,10 +71,11 @@ class Destination:
         path = self.path.resolve()
         if path.exists() and not self.overwrite and not _is_empty_folder(path):
             raise FileExistsError(
-                f"out: {self.path} exists; choose another path, or allow to replace it (overwrite=True, --overwrite)"
+                f"out: expected a path that does not exist, got {self.path}: choose another one, or allow replacing it "
+                "(overwrite=True, --overwrite)"
             )
         if not path.parent.is_dir():
-            raise FileNotFoundError(f"out: the folder {path.parent} does not exist")
+            raise FileNotFoundError(f"out: expected an existing folder, got {path.parent}")
         _check_apart(self.path, path, self.inputs)
         if path.exists() and not _is_empty_folder(path):
             self._check_is_a_model(path)
@@ -84,18 +85,18 @@ class Destination:
             foreign = sorted(file.name for file in path.iterdir() if not self._is_known(file))
             if foreign:
                 raise ValueError(
-                    f"out: expected a folder that holds nothing but a model, {self.path} holds {foreign[0]!r} too "
+                    f"out: expected a folder that holds nothing but a model, got {self.path} with {foreign[0]!r} "
                     f"({len(foreign)} such files and folders): choose another path, or move them away"
                 )
         try:
             there = CheckpointSource(path, "out")
         except (ValueError, OSError) as error:
-            raise ValueError(
-                f"out: {self.path} is no model that could be replaced ({error}): remove it first"
-            ) from error
+            raise ValueError(f"out: expected a model to replace, got {self.path} ({error}): remove it first") from error
         if (there.metadata.get("kind") == VECTOR_KIND) != self.vector:
             kinds = ("a task vector", "a model") if self.vector else ("a model", "a task vector")
-            raise ValueError(f"out: expected {kinds[0]} to replace, {self.path} is {kinds[1]}: choose another path")
+            raise ValueError(
+                f"out: expected {kinds[0]} to replace, got {self.path}, which is {kinds[1]}: choose another path"
+            )
 
     def _is_known(self, file: Path) -> bool:
         if not file.is_file():
@@ -114,15 +115,15 @@ def _check_apart(given: Path, path: Path, inputs: Iterable[Path]) -> None:
         if there is None:
             continue
         if there == own:
-            raise ValueError(f"out: {given} is {source}, which is read: expected another path")
+            raise ValueError(f"out: expected another path, got {given}: it is {source}, which is read")
         if there in around:
-            raise ValueError(f"out: {given} lies inside {source}, which is read: expected a path outside")
+            raise ValueError(f"out: expected another path, got {given}: it lies inside {source}, which is read")
         if own is not None and own in {*_lineage(source), *_lineage(source.resolve())}:
-            raise ValueError(f"out: {given} holds {source}, which is read: expected another path")
+            raise ValueError(f"out: expected another path, got {given}: it holds {source}, which is read")
         for file in source.iterdir() if source.is_dir() else (source,):
             if _identity(file) in inside:
                 link = inside[_identity(file)].name
-                raise ValueError(f"out: {given} holds {link!r}, which is {file}, which is read: expected another path")
+                raise ValueError(f"out: expected another path, got {given}: its {link!r} is {file}, which is read")
 
 
 def _identity(path: Path) -> _Identity | None:

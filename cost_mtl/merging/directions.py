@@ -23,7 +23,9 @@ def difference_direction(pretrained: Model, point: nn.Module, exclude: Sequence[
     """
     delta = TaskVector(pretrained, point, exclude=exclude, name="model").without_base()
     if delta.norm() == 0:
-        raise ValueError("model: it equals pretrained, so there is no difference vector to scale")
+        raise ValueError(
+            "model: expected one that differs from pretrained, got an equal one: there is no difference vector to scale"
+        )
     return delta
 
 

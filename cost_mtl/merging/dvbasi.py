@@ -15,15 +15,15 @@ Algebra: δ_{m+1} = (I + Λ_m) δ_m, so the iteration stays among the block-wise
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from cost_mtl._validation import at_least, finite, integer, one_of
 from cost_mtl.merging.anisotropic import AnisotropicScaling
 from cost_mtl.merging.directions import difference_direction, history_directions, random_matched_direction
 from cost_mtl.merging.fitting import FitReport, FitSettings, Loss
@@ -34,7 +34,6 @@ from cost_mtl.merging.task_vector import TaskVector
 __all__ = ["DVBASI", "DVBASIResult", "Iteration"]
 
 Direction = Literal["difference", "history", "random_matched"]
-_DIRECTIONS = ("difference", "history", "random_matched")
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,16 @@ class Iteration:
         blocks: the B names of the columns.
         before, after: selection value before and after; after <= before.
         fit: how the training went.
+
+    Example:
+        >>> pretrained, merged = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> result = DVBASI(iterations=1).run(merged, pretrained, loss, train, held_out)
+        >>> (step,) = result.iterations
+        >>> step.number, step.coefficients.shape, step.blocks
+        (1, torch.Size([1, 2]), ('weight', 'bias'))
     """
 
     number: int
@@ -70,6 +79,15 @@ class DVBASIResult:
         model: a copy of the given model at that point.
         iterations: what each iteration did.
         stopped: "budget", or "stagnated": λ = 0 was best, and the next iteration would be the same.
+
+    Example:
+        >>> pretrained, merged = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> result = DVBASI(iterations=1).run(merged, pretrained, loss, train, held_out)
+        >>> result.stopped in ("budget", "stagnated"), result.epochs == result.iterations[0].fit.epochs
+        (True, True)
     """
 
     model: nn.Module
@@ -98,6 +116,15 @@ class DVBASI:
             as insensitive between 0.1 and 1.
         fit: how λ is trained.
         seed: of the random directions, keyed on (seed, iteration).
+
+    Example:
+        >>> pretrained, merged = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> result = DVBASI(iterations=2).run(merged, pretrained, loss, train, held_out)
+        >>> result.iterations[-1].after <= result.iterations[0].before
+        True
     """
 
     iterations: int = 4
@@ -107,12 +134,12 @@ class DVBASI:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise ValueError(f"iterations: expected at least 1, got {self.iterations}")
-        if not math.isfinite(self.init):
-            raise ValueError(f"init: expected a finite number, got {self.init}")
-        if self.direction not in _DIRECTIONS:
-            raise ValueError(f"direction: expected one of {', '.join(_DIRECTIONS)}, got {self.direction!r}")
+        at_least("iterations", self.iterations, 1)
+        one_of("direction", self.direction, get_args(Direction))
+        finite("init", self.init)
+        if not isinstance(self.fit, FitSettings):
+            raise ValueError(f"fit: expected FitSettings, got {type(self.fit).__name__}")
+        integer("seed", self.seed)
 
     def run(
         self,

@@ -37,6 +37,14 @@ def open_vectors(
 
     Raises:
         ValueError, FileNotFoundError: see :class:`TaskVector` and :meth:`TaskVector.load`.
+
+    Example:
+        >>> for name, value in (("base", 0.0), ("tuned", 2.0)):
+        ...     save_file({"w": torch.full((2,), value)}, f"{name}.safetensors")
+        >>> base = CheckpointSource("base.safetensors", "base")
+        >>> (tau,) = open_vectors(base, ["tuned.safetensors"], "strict")
+        >>> tau.blocks["w"]
+        tensor([2., 2.])
     """
     if not models:
         raise ValueError("models: expected at least one model, got none")
@@ -81,6 +89,15 @@ def merge_checkpoint(
 
     Raises:
         ValueError, FileExistsError, FileNotFoundError: see the above; also a result that is not finite in ``dtype``.
+
+    Example:
+        >>> for name, value in (("base", 0.0), ("tuned", 2.0)):
+        ...     save_file({"w": torch.full((2,), value)}, f"{name}.safetensors")
+        >>> base = CheckpointSource("base.safetensors", "base")
+        >>> (tau,) = open_vectors(base, ["tuned.safetensors"], "strict")
+        >>> merge_checkpoint(base, tau, "merged.safetensors", scale=0.5)
+        >>> CheckpointSource("merged.safetensors", "merged").read("w")
+        tensor([1., 1.])
     """
     check_policy(buffers, ("keep", "average"))
     scale = checked_factor(scale, "scale")

@@ -107,6 +107,6 @@ def check_base(digests: Mapping[str, str], base: TensorSource, label: str) -> No
     wrong = [b for b, value in digests.items() if b not in stored or digest(base.read(stored[b])) != value]
     if wrong:
         raise ValueError(
-            f"{label}: it was taken from another base than {base.name}: {len(wrong)} of {len(digests)} blocks differ, "
-            f"{wrong[0]!r} first"
+            f"{label}: expected a vector taken from {base.name}, got one of another base: {len(wrong)} of "
+            f"{len(digests)} blocks differ, {wrong[0]!r} first"
         )

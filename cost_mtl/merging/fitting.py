@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from cost_mtl._validation import at_least, finite, positive
+
 __all__ = ["FitReport", "FitSettings", "Fittable", "Loss", "fit"]
 
 Loss = Callable[[Any, Any], Tensor]
@@ -51,6 +53,17 @@ class FitSettings:
         l1, l2: weights of Σ|c| and Σc² in the loss, for an optional penalty; default 0.
         weight_decay: AdamW's, default 0: decay pulls the coefficients of a merge towards its start, and what a later
             iteration seems to gain is then only what the decay had taken.
+
+    Example:
+        >>> base, one, two = (nn.Linear(2, 1) for _ in range(3))
+        >>> vectors = [TaskVector(base, one), TaskVector(base, two)]
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> settings = FitSettings(lr=0.1, max_epochs=3)
+        >>> report = AnisotropicScaling(base, vectors).fit(loss, train, held_out, settings=settings)
+        >>> report.epochs <= 3
+        True
     """
 
     lr: float = 0.01
@@ -62,18 +75,12 @@ class FitSettings:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"lr: expected a positive number, got {self.lr}")
-        if self.max_epochs < 0 or self.patience < 1:
-            raise ValueError(
-                f"max_epochs, patience: expected at least 0 and 1, got {self.max_epochs} and {self.patience}"
-            )
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip: expected a positive number or None, got {self.clip}")
-        if min(self.l1, self.l2, self.weight_decay) < 0:
-            raise ValueError(
-                f"l1, l2, weight_decay: expected at least 0, got {self.l1}, {self.l2}, {self.weight_decay}"
-            )
+        finite("lr", self.lr, above=0)
+        at_least("max_epochs", self.max_epochs, 0)
+        at_least("patience", self.patience, 1)
+        positive("clip", self.clip, or_none=True)
+        for name in ("l1", "l2", "weight_decay"):
+            finite(name, getattr(self, name), least=0)
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,16 @@ class FitReport:
         train: mean training loss of each epoch.
         selection: selection value after each epoch.
         stopped: "patience", "budget", or "non_finite" (the loss was NaN or infinite: with a warning).
+
+    Example:
+        >>> base, one, two = (nn.Linear(2, 1) for _ in range(3))
+        >>> vectors = [TaskVector(base, one), TaskVector(base, two)]
+        >>> def loss(model, batch):
+        ...     return (model(batch[0]) - batch[1]).square().mean()
+        >>> train, held_out = ([(torch.randn(16, 2), torch.randn(16, 1))] for _ in range(2))
+        >>> report = AnisotropicScaling(base, vectors).fit(loss, train, held_out)
+        >>> report.best == min(*report.starts, *report.selection)
+        True
     """
 
     starts: tuple[float, ...]
@@ -175,7 +192,8 @@ def _selection(
     selection: Callable[[Any], float] | None,
 ) -> Callable[[], float]:
     if (held_out is None) == (selection is None):
-        raise ValueError("held_out, selection: expected exactly one of them")
+        given = "neither" if held_out is None else "both"
+        raise ValueError(f"held_out, selection: expected exactly one of them, got {given}")
 
     @torch.no_grad()
     def evaluate() -> float:
@@ -220,9 +238,10 @@ def _train_epoch(
             value = loss(merged, batch)
             values.append(_scalar(value))
             if not value.requires_grad:
-                raise ValueError("loss: it does not depend on the coefficients; call the model that it is given")
+                raise ValueError("loss: expected one that depends on the coefficients, got one that does not: call "
+                                 "the model that it is given")  # fmt: skip
             penalty = sum(settings.l1 * p.abs().sum() + settings.l2 * p.square().sum() for p in parameters)
-            # Not backward(): the model's own parameters (heads) would collect gradients that nobody asked for.
+            # Not backward(): the model's own parameters (heads) would collect gradients.
             gradients = torch.autograd.grad(value + penalty, parameters, allow_unused=True)
         if not math.isfinite(values[-1]):
             break

@@ -6,16 +6,16 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
+from cost_mtl._validation import one_of
 from cost_mtl.merging.source import TensorSource, names_of
 
 __all__ = ["KeyPolicy", "MatchedKeys", "is_statistic", "match_keys"]
 
 KeyPolicy = Literal["strict", "intersection", "union"]
-_POLICIES = ("strict", "intersection", "union")
 _STATISTICS = ("running_mean", "running_var")
 _SHOWN = 5
 
@@ -65,8 +65,7 @@ def match_keys(
     Warns:
         UserWarning: buffers differ, and stay the base's.
     """
-    if policy not in _POLICIES:
-        raise ValueError(f"keys: expected one of {', '.join(_POLICIES)}, got {policy!r}")
+    one_of("keys", policy, get_args(KeyPolicy))
     excluded = _excluder(base, finetuned, exclude)
     pairs: dict[str, str] = {}
     taken: set[str] = set()
@@ -89,7 +88,7 @@ def match_keys(
     _check_shapes(base, finetuned, {**blocks, **statistics}.items())
     _check_left_alone(base, finetuned, [(k, o) for k, o in pairs.items() if k not in blocks and k not in statistics])
     if not blocks:
-        raise ValueError(f"{finetuned.name}: no weight in common with {base.name}")
+        raise ValueError(f"{finetuned.name}: expected weights in common with {base.name}, got none")
     return MatchedKeys(
         blocks=tuple(blocks.items()),
         statistics=tuple(statistics.items()),
@@ -105,7 +104,7 @@ def _excluder(base: TensorSource, finetuned: TensorSource, patterns: Sequence[st
     known = [*base.infos, *base.aliases, *finetuned.infos, *finetuned.aliases]
     for pattern in patterns:
         if not any(fnmatchcase(key, pattern) for key in known):
-            raise ValueError(f"exclude: the pattern {pattern!r} matches no key of {base.name}")
+            raise ValueError(f"exclude: expected patterns that match a key of {base.name}, got {pattern!r}")
     return lambda names: any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
@@ -125,8 +124,8 @@ def _check_tie(base: TensorSource, finetuned: TensorSource, key: str, candidates
     for other in candidates[1:]:
         if not torch.equal(finetuned.read(candidates[0]), finetuned.read(other)):
             raise ValueError(
-                f"{finetuned.name}: {candidates[0]!r} and {other!r} have different values, but {base.name} ties them "
-                "in one weight: untie them in the base first"
+                f"{finetuned.name}: expected equal values of {candidates[0]!r} and {other!r}, which {base.name} ties "
+                "in one weight, got different ones: untie them in the base first"
             )
 
 
@@ -138,8 +137,8 @@ def _check_shapes(base: TensorSource, finetuned: TensorSource, pairs: Iterable[t
     ]
     if wrong:
         raise ValueError(
-            f"{finetuned.name}: shapes differ from {base.name}'s: {_listed(wrong)}. What only one task uses (its head) "
-            "can stay the base's: exclude=['head.*'], --exclude 'head.*'"
+            f"{finetuned.name}: expected {base.name}'s shapes, got others: {_listed(wrong)}. What only one task uses "
+            "(its head) can stay the base's: exclude=['head.*'], --exclude 'head.*'"
         )
 
 
@@ -152,7 +151,10 @@ def _check_left_alone(base: TensorSource, finetuned: TensorSource, pairs: Sequen
         if mine.shape == its.shape and torch.equal(base.read(key).cpu(), finetuned.read(other).cpu()):
             continue
         if mine.dtype in (torch.int8, torch.uint8):
-            raise ValueError(f"{finetuned.name}: {key!r} differs and is {mine.dtype}: dequantise the models first")
+            raise ValueError(
+                f"{finetuned.name}: expected {base.name}'s values of {key!r}, got others in {mine.dtype}: "
+                "dequantise the models first"
+            )
         differing.append(repr(key))
     if differing:
         warnings.warn(
@@ -163,7 +165,7 @@ def _check_left_alone(base: TensorSource, finetuned: TensorSource, pairs: Sequen
 
 
 def _difference(base: TensorSource, finetuned: TensorSource, missing: Sequence[str], extra: Sequence[str]) -> str:
-    parts = [f"{finetuned.name}: its keys are not {base.name}'s"]
+    parts = [f"{finetuned.name}: expected {base.name}'s keys, got others"]
     if missing:
         parts.append(f"it lacks {_listed([repr(key) for key in missing])}")
     if extra:

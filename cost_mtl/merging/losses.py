@@ -14,6 +14,10 @@ def entropy(logits: Tensor) -> Tensor:
 
     It knows no labels: driven far it makes a model certain, not right (25 points of accuracy lost on the digits of
     docs/merging.md). Select on a few labelled data (``fit(..., selection=...)``) where there are any.
+
+    Example:
+        >>> entropy(torch.zeros(3, 2))  # log 2
+        tensor(0.6931)
     """
     log_p = logits.log_softmax(dim=-1)
     return -(log_p.exp() * log_p).sum(dim=-1).mean()
@@ -24,6 +28,11 @@ def negation_loss(target: Loss, control: Loss) -> Loss:
 
     ``loss(model, (target_batch, control_batch))``. Unbounded below: it relies on early stopping, and on a selection
     that includes the control task.
+
+    Example:
+        >>> loss = negation_loss(lambda model, batch: batch.sum(), lambda model, batch: batch.mean())
+        >>> loss(None, (torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0])))  # control 2, target 4
+        tensor(-2.)
     """
 
     def loss(model: object, batch: tuple[object, object]) -> Tensor:

@@ -38,6 +38,13 @@ class MergedModel(nn.Module, ABC):
 
     Attributes:
         blocks: the B names of the blocks, those of the first vector first.
+
+    Example:
+        >>> base, one, two = (nn.Linear(2, 1) for _ in range(3))
+        >>> vectors = [TaskVector(base, one), TaskVector(base, two)]
+        >>> scaling = AnisotropicScaling(base, vectors, init=0.3)  # one of the merged models
+        >>> isinstance(scaling, MergedModel), scaling(torch.randn(5, 2)).shape
+        (True, torch.Size([5, 1]))
     """
 
     blocks: tuple[str, ...]
@@ -60,12 +67,17 @@ class MergedModel(nn.Module, ABC):
         self._base: dict[str, Tensor] = {}
         for block in self.blocks:
             if first_name.get(block) not in base:
-                raise ValueError(f"model: it has no parameter {block!r}, which a task vector has")
+                raise ValueError(
+                    f"model: expected every block of the task vectors, got a model without the parameter {block!r}"
+                )
             self._base[block] = base[first_name[block]].detach()
         self._names = {block: first_name[block] for block in self.blocks}
         if len(set(self._names.values())) < len(self.blocks):
             twice = [b for b in self.blocks if list(self._names.values()).count(self._names[b]) > 1]
-            raise ValueError(f"model: it ties {twice[0]!r} and {twice[1]!r}, which are two blocks of the task vectors")
+            raise ValueError(
+                f"model: expected separate weights for two blocks of the task vectors, got {twice[0]!r} and "
+                f"{twice[1]!r} tied"
+            )
         self._cached: dict[str, Tensor] | None = None
 
     def _stacked(self, block: str, vectors: Sequence[TaskVector]) -> tuple[slice | list[int], Tensor]:
@@ -75,7 +87,9 @@ class MergedModel(nn.Module, ABC):
         taus = [vectors[t].blocks[block] for t in rows]
         for tau in taus:
             if tau.shape != base.shape:
-                raise ValueError(f"{block!r}: shape {list(base.shape)} in the model, {list(tau.shape)} in a vector")
+                raise ValueError(
+                    f"{block!r}: expected the model's shape {list(base.shape)}, got {list(tau.shape)} in a vector"
+                )
         dtype = compute_dtype(base.dtype, *(tau.dtype for tau in taus), label=repr(block))
         stack = torch.stack([tau.to(base.device, dtype) for tau in taus])
         return (slice(None) if len(rows) == len(vectors) else rows), stack  # a slice is a view: no gather, no scatter
@@ -136,7 +150,7 @@ class MergedModel(nn.Module, ABC):
         parameters = dict(model.named_parameters())
         for block, value in self._merged().items():
             if not all_finite(value):
-                raise ValueError(f"{block!r}: the merged weights are not finite in {value.dtype}")
+                raise ValueError(f"{block!r}: expected finite merged weights, got NaN or infinity in {value.dtype}")
             parameters[self._names[block]].copy_(value)
         return model
 

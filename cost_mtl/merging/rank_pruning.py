@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from cost_mtl._validation import finite, share
 from cost_mtl.merging.blocks import check_real
 from cost_mtl.merging.merged_model import MergedModel
 from cost_mtl.merging.task_vector import TaskVector
@@ -53,14 +54,22 @@ class RankPruning(MergedModel):
         coefficients: λ [T, B], float32; columns in the order of ``blocks``.
         scores: one parameter [T, r_b] per decomposed block, in the order of ``matrices``.
         matrices: the names of the decomposed blocks.
+
+    Example:
+        >>> base, one, two = (nn.Linear(2, 1) for _ in range(3))
+        >>> vectors = [TaskVector(base, one), TaskVector(base, two)]
+        >>> pruning = RankPruning(base, vectors, keep=1.0)
+        >>> pruning.ranks()
+        {'weight': [1, 1]}
+        >>> merged = pruning.merged_model()
     """
 
     def __init__(
         self, model: nn.Module, vectors: Sequence[TaskVector], *, scale: float = 0.3, keep: float = 1.0
     ) -> None:
         super().__init__(model, vectors)
-        if not 0 <= keep <= 1:
-            raise ValueError(f"keep: expected a number in [0, 1], got {keep}")
+        finite("scale", scale)
+        share("keep", keep, zero=True)
         device = self._base[self.blocks[0]].device
         self.coefficients = nn.Parameter(torch.full((len(vectors), len(self.blocks)), float(scale), device=device))
         self.matrices = tuple(block for block in self.blocks if self._base[block].dim() > 1)

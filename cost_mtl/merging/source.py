@@ -109,7 +109,7 @@ class MappingSource:
             self.aliases[key] = first
         else:
             raise ValueError(
-                f"{self.name}: {first!r} and {key!r} share memory with different layouts "
+                f"{self.name}: expected tied weights of one layout, got {first!r} and {key!r}, which share memory "
                 f"(shapes {list(self._tensors[first].shape)} and {list(tensor.shape)}): clone one of them first"
             )
 

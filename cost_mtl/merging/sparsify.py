@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import integer, share
 from cost_mtl.merging.blocks import check_real
 from cost_mtl.merging.task_vector import TaskVector
 from cost_mtl.merging.ties_merge import check_density
@@ -26,8 +27,17 @@ def dare(vector: TaskVector, density: float = 0.1, seed: int = 0) -> TaskVector:
         vector: the task vector.
         density: share of the weights kept, in (0, 1]; default 0.1, the published drop rate of 0.9.
         seed: give each of several vectors its own: with one seed they would keep the same weights.
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> dare(one, density=1.0).blocks["w"]
+        tensor([1., 2., 3., 4.])
+        >>> thinned = dare(one, density=0.5, seed=0).blocks["w"]
+        >>> bool(((thinned == 0) | (thinned == 2 * one.blocks["w"])).all())
+        True
     """
     check_density(density)
+    integer("seed", seed)
     if density == 1:
         return vector
 
@@ -56,9 +66,16 @@ def breadcrumbs(vector: TaskVector, lower: float = 0.85, upper: float = 0.993) -
         lower: β, the share dropped from below. The defaults, 0.85 and 0.993, are inside what the authors' code searches
             (5 to 20 % kept, 0.1 to 1 % of outliers dropped, beginning with 15 % and 0.6 %); it has no default itself.
         upper: γ, where the outliers start; lower < upper <= 1.
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> breadcrumbs(one, lower=0.25, upper=0.75).blocks["w"]
+        tensor([0., 2., 3., 0.])
     """
-    if not 0 <= lower < upper <= 1:
-        raise ValueError(f"lower, upper: expected 0 <= lower < upper <= 1, got {lower} and {upper}")
+    share("lower", lower, zero=True)
+    share("upper", upper, zero=False)
+    if not lower < upper:
+        raise ValueError(f"lower, upper: expected lower < upper, got {lower} and {upper}")
 
     def thin(block: str, tau: Tensor) -> Tensor:
         check_real(tau.dtype, repr(block))

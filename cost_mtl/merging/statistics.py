@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
+from cost_mtl._validation import one_of
+
 __all__ = ["BufferPolicy", "average_statistics", "check_policy", "differing_statistics", "recalibrate_batchnorm"]
 
 BufferPolicy = Literal["keep", "average", "recalibrate"]
@@ -22,8 +24,7 @@ _POLICIES = ("keep", "average", "recalibrate")
 
 def check_policy(policy: str, allowed: Sequence[str] = _POLICIES) -> None:
     """Raises ValueError when a policy is not one of those allowed."""
-    if policy not in allowed:
-        raise ValueError(f"buffers: expected one of {', '.join(allowed)}, got {policy!r}")
+    one_of("buffers", policy, allowed)
 
 
 def differing_statistics(base: Mapping[str, Tensor], models: Sequence[Mapping[str, Tensor]]) -> list[str]:
@@ -58,6 +59,12 @@ def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> None:
 
     Raises:
         ValueError: no BatchNorm layer keeps statistics, ``batches`` is empty, or the result is not finite.
+
+    Example:
+        >>> model = nn.Sequential(nn.BatchNorm1d(1))
+        >>> recalibrate_batchnorm(model, [torch.tensor([[1.0], [3.0]])])
+        >>> model[0].running_mean
+        tensor([2.])
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
     if not layers:
@@ -70,4 +77,6 @@ def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> None:
     for name, layer in layers.items():
         for statistic in (layer.running_mean, layer.running_var):
             if statistic is not None and not torch.isfinite(statistic).all():
-                raise ValueError(f"batches: the statistics of {name!r} are not finite after recalibration")
+                raise ValueError(
+                    f"batches: expected finite statistics of {name!r} after recalibration, got NaN or infinity"
+                )

@@ -163,12 +163,12 @@ def load_vector(path: str | os.PathLike[str], *, base: Model | None) -> VectorFi
     """
     source = CheckpointSource(path, "task vector")
     if source.metadata.get("kind") != VECTOR_KIND:
-        raise ValueError(f"path: {path} holds no task vector that was saved by this package")
+        raise ValueError(f"path: expected a task vector that TaskVector.save wrote, got {path}")
     digests = BaseDigests(_names(source, "base_digests", path))
     added = _added(source, path)
     if base is not None:
         if not digests:
-            raise ValueError(f"base: {path} does not know its base (without_base() was used); pass base=None")
+            raise ValueError(f"base: expected None for a vector saved after without_base(), got a base for {path}")
         check_base(digests, open_source(base, "base"), str(path))
     statistics: dict[str, dict[str, Tensor]] = {}
     blocks: dict[str, TensorInfo] = {}
@@ -193,7 +193,9 @@ def _names(source: CheckpointSource, field: str, path: str | os.PathLike[str]) -
     try:
         value = json.loads(source.metadata[field])
     except (KeyError, ValueError, RecursionError) as error:
-        raise ValueError(f"path: the metadata of {path} has no readable {field} ({type(error).__name__})") from error
+        raise ValueError(
+            f"path: expected a readable {field} in the metadata of {path}, got {type(error).__name__}"
+        ) from error
     if not isinstance(value, dict) or not all(isinstance(entry, str) for entry in value.values()):
         raise ValueError(f"path: expected {field} of {path} to map names to strings, got {str(value)[:80]}")
     return value
@@ -204,7 +206,7 @@ def _added(source: CheckpointSource, path: str | os.PathLike[str]) -> dict[str, 
     names = _names(source, "added", path)
     for block, name in names.items():
         if block not in source.infos or name not in dtypes:
-            raise ValueError(f"path: {path} adds {block!r} in {name!r}, expected one of its blocks and a dtype")
+            raise ValueError(f"path: expected blocks of {path} and their dtypes in added, got {block!r} in {name!r}")
         compute_dtype(dtypes[name], source.infos[block].dtype, label=f"path: {path}, added, {block!r}")
     return {block: dtypes[name] for block, name in names.items()}
 

@@ -52,9 +52,17 @@ class TaskVector:
     Attributes:
         blocks: block -> tensor. Tied weights are one block, under the name that comes first in the base.
         added: blocks that the base lacks, with the fine-tuned model's dtype (``keys="union"`` only).
-        base_digests: block -> digest of the base's values; from files computed, and kept, when first asked for.
+        base_digests: block -> digest of the base's values; from files computed, and kept, at first use.
         statistics: BatchNorm's running statistics of every fine-tuned model that went in; no part of the arithmetic.
         origins: files and folders that were read for it, which :meth:`save` and merges never overwrite.
+
+    Example:
+        >>> base, tuned = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([2.0, 4.0])}
+        >>> tau = TaskVector(base, tuned)
+        >>> tau.norms()
+        {'w': 2.23606797749979}
+        >>> (0.5 * tau).apply_to(base)
+        {'w': tensor([1.5000, 3.0000])}
     """
 
     blocks: Mapping[str, Tensor]
@@ -145,7 +153,7 @@ class TaskVector:
             return NotImplemented
         divisor = checked_factor(scale, "divisor")
         if divisor == 0:
-            raise ZeroDivisionError("task vector divided by zero")
+            raise ZeroDivisionError("divisor: expected a number other than 0, got 0")
         return self.map_blocks(lambda _, tau: tau / divisor)
 
     def scale_blocks(self, coefficients: Mapping[str, float]) -> TaskVector:
@@ -159,7 +167,9 @@ class TaskVector:
         """
         wrong = sorted(set(coefficients) ^ set(self.blocks))
         if wrong:
-            raise ValueError(f"coefficients: expected one for each block of the vector; {wrong[0]!r} is in only one")
+            raise ValueError(
+                f"coefficients: expected one for each block of the vector, got {wrong[0]!r} in only one of the two"
+            )
         factors = {block: checked_factor(value, f"coefficients[{block!r}]") for block, value in coefficients.items()}
         return self.map_blocks(lambda block, tau: tau * factors[block])
 
@@ -270,6 +280,12 @@ def combine(vectors: Sequence[TaskVector], weights: Sequence[float]) -> TaskVect
     Raises:
         ValueError: no vectors, not one weight for each, different shapes, or vectors of different bases (use
             :meth:`TaskVector.without_base` where that is meant).
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> two = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([4.0, -1.0, 1.0, 0.0])})
+        >>> combine([one, two], [1.0, 0.5]).blocks["w"]
+        tensor([3.0000, 1.5000, 3.5000, 4.0000])
     """
     if not vectors:
         raise ValueError("vectors: expected at least one task vector, got none")
@@ -305,14 +321,24 @@ def _result_info(block: str, holding: Sequence[tuple[float, TaskVector]]) -> Ten
 
 
 def gram(vectors: Sequence[TaskVector]) -> Tensor:
-    """Inner products ⟨τ_i, τ_j⟩ [T, T], float64, summed block by block (T tensors of one block in memory)."""
+    """Inner products ⟨τ_i, τ_j⟩ [T, T], float64, summed block by block (T tensors of one block in memory).
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> two = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([4.0, -1.0, 1.0, 0.0])})
+        >>> gram([one, two])
+        tensor([[30.,  5.],
+                [ 5., 18.]], dtype=torch.float64)
+    """
     if not vectors:
         raise ValueError("vectors: expected at least one task vector, got none")
     result = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
     for block in dict.fromkeys(block for vector in vectors for block in vector.blocks):
         taus = {i: vector.blocks[block] for i, vector in enumerate(vectors) if block in vector.blocks}
         if len({tau.shape for tau in taus.values()}) > 1:
-            raise ValueError(f"{block!r}: the task vectors have different shapes")
+            raise ValueError(
+                f"{block!r}: expected task vectors of one shape, got {sorted({tuple(t.shape) for t in taus.values()})}"
+            )
         for i, tau in taus.items():
             for j in taus:
                 if j <= i:

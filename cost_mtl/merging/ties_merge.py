@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import share
 from cost_mtl.merging.blocks import LazyBlocks, check_real, checked_factor, compute_dtype, shape_of
 from cost_mtl.merging.fingerprint import BaseDigests
 from cost_mtl.merging.source import TensorInfo
@@ -29,6 +30,12 @@ def ties(vectors: Sequence[TaskVector], density: float = 0.2, weights: Sequence[
 
     Raises:
         ValueError: no vectors, a density out of range, not one weight per vector, or vectors of different bases.
+
+    Example:
+        >>> one = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])})
+        >>> two = TaskVector({"w": torch.zeros(4)}, {"w": torch.tensor([4.0, -2.0, 1.0, 0.0])})
+        >>> ties([one, two], density=0.5).blocks["w"]
+        tensor([ 4., -2.,  3.,  4.])
     """
     check_density(density)
     if not vectors:
@@ -66,8 +73,7 @@ def ties(vectors: Sequence[TaskVector], density: float = 0.2, weights: Sequence[
 
 def check_density(density: float) -> None:
     """Raises ValueError unless 0 < density <= 1."""
-    if not 0 < density <= 1:
-        raise ValueError(f"density: expected a number in (0, 1], got {density}")
+    share("density", density, zero=False)
 
 
 def _elected_mean(taus: Tensor, weights: Tensor) -> Tensor:
@@ -85,7 +91,7 @@ def _infos(vectors: Sequence[TaskVector]) -> dict[str, TensorInfo]:
             info = shape_of(vector.blocks, block)
             known = infos.setdefault(block, info)
             if known.shape != info.shape:
-                raise ValueError(f"{block!r}: the task vectors have different shapes")
+                raise ValueError(f"{block!r}: expected task vectors of one shape, got {known.shape} and {info.shape}")
             check_real(info.dtype, repr(block))
             infos[block] = TensorInfo(info.shape, compute_dtype(known.dtype, info.dtype, label=repr(block)))
     return infos

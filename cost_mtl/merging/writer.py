@@ -65,7 +65,7 @@ def write_safetensors(
     for key in order:
         info = infos[key]
         if info.dtype not in _CODE_OF:
-            raise ValueError(f"{key!r}: safetensors files can't hold {info.dtype}")
+            raise ValueError(f"{key!r}: expected a dtype that safetensors files can hold, got {info.dtype}")
         start, end = end, end + info.nbytes
         header[key] = {"dtype": _CODE_OF[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()

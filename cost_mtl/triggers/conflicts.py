@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import one_of, share
 from cost_mtl.gradients.gramian import cosines, norms
 
 
@@ -25,13 +26,19 @@ class DominatedConflict:
             published tables were made. ``"smallest"``: the task with the smallest gradient norm has it, the paper's
             Eqn 3; a subset of the former. Tasks with zero gradient are passed over in both, and exactly 0 is no
             conflict (the official code's <= 0 fires on a task without labels in the batch).
+
+    Example:
+        >>> M = torch.tensor([[1.0, -2.0], [-2.0, 9.0]])  # task 0 points against the mean gradient
+        >>> DominatedConflict()(M), DominatedConflict(rule="smallest")(M)
+        (True, True)
+        >>> DominatedConflict()(torch.eye(2))
+        False
     """
 
     rule: Literal["any", "smallest"] = "any"
 
     def __post_init__(self) -> None:
-        if self.rule not in ("any", "smallest"):
-            raise ValueError(f"rule: expected 'any' or 'smallest', got {self.rule!r}")
+        one_of("rule", self.rule, ("any", "smallest"))
 
     def __call__(self, gramian: Tensor, /) -> bool:
         conflict = conflicts_with_mean(gramian)
@@ -44,7 +51,12 @@ class DominatedConflict:
 
 @dataclass(frozen=True)
 class WeakConflict:
-    """Two tasks whose gradients point against each other: cos(g_i, g_j) < 0 for some pair."""
+    """Two tasks whose gradients point against each other: cos(g_i, g_j) < 0 for some pair.
+
+    Example:
+        >>> WeakConflict()(torch.tensor([[1.0, -0.5], [-0.5, 4.0]]))
+        True
+    """
 
     def __call__(self, gramian: Tensor, /) -> bool:
         return bool((gramian < 0).any())
@@ -59,13 +71,17 @@ class ConflictShare:
 
     Args:
         share: in (0, 1]; default 0.5. Tasks with zero gradient count neither way.
+
+    Example:
+        >>> M = torch.tensor([[1.0, -2.0], [-2.0, 9.0]])  # one task of two points against the mean gradient
+        >>> ConflictShare(0.5)(M), ConflictShare(0.6)(M)
+        (True, False)
     """
 
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.share <= 1.0:
-            raise ValueError(f"share: expected a number in (0, 1], got {self.share}")
+        share("share", self.share, zero=False)
 
     def __call__(self, gramian: Tensor, /) -> bool:
         active = int((gramian.diagonal() > 0).sum())

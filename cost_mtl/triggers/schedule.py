@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_mtl._validation import at_least
+from cost_mtl._validation import at_least, boolean
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,13 @@ class TeleportSchedule:
             one evaluation of the task gradients each time, which an attempt with LoRA or dense moves makes use of and
             costs no more for. An unconfirmed conflict does not count as an attempt; the next one is looked for a tenth
             of ``cooldown`` later, so that this stays cheap where hardly any persists. False: the paper's rule.
+
+    Example:
+        >>> schedule = TeleportSchedule(start=1000, cooldown=200, limit=5)
+        >>> schedule.allows(999, attempts=0, last_attempt=None), schedule.allows(1000, attempts=0, last_attempt=None)
+        (False, True)
+        >>> schedule.allows(1100, attempts=1, last_attempt=1000)
+        False
     """
 
     start: int = 1000
@@ -31,11 +38,11 @@ class TeleportSchedule:
     confirm: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("start", 0), ("cooldown", 1), ("limit", 0)):
-            value = getattr(self, name)
-            if name == "limit" and value is None:
-                continue
-            at_least(name, value, least)
+        at_least("start", self.start, 0)
+        at_least("cooldown", self.cooldown, 1)
+        if self.limit is not None:
+            at_least("limit", self.limit, 0)
+        boolean("confirm", self.confirm)
 
     def allows(self, step: int, attempts: int, last_attempt: int | None, last_asked: int | None = None) -> bool:
         """Whether step number ``step`` (from 0) may teleport, after ``attempts`` attempts, the last one in step

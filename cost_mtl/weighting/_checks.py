@@ -1,8 +1,9 @@
-"""What comes in as a Gramian and what comes out as weights."""
+"""Checks of the Gramian that a weighting gets, of the weights it returns and of the numbers it is given per task."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["as_tensor", "check_positive", "check_shape", "checked_weights", "host_matrix"]
+from cost_mtl._validation import is_number
+
+__all__ = ["as_tensor", "check_positive", "check_shape", "checked_weights", "host_matrix", "numbers_of_tasks"]
 
 
 def check_shape(gramian: Tensor) -> None:
     """Raises unless the argument is a real floating-point tensor [K, K]."""
     if not isinstance(gramian, Tensor):
-        raise TypeError(f"the Gramian must be a tensor [K, K], got {type(gramian).__name__}")
+        raise TypeError(f"gramian: expected a tensor [K, K], got {type(gramian).__name__}")
     if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1] or gramian.shape[0] == 0:
-        raise ValueError(f"the Gramian must be a matrix [K, K] with K >= 1, got shape {list(gramian.shape)}")
+        raise ValueError(f"gramian: expected a matrix [K, K] with K >= 1, got shape {list(gramian.shape)}")
     if not gramian.is_floating_point():
-        raise TypeError(f"the Gramian must be of a floating-point dtype, got {gramian.dtype}")
+        raise TypeError(f"gramian: expected a floating-point dtype, got {gramian.dtype}")
 
 
 def host_matrix(gramian: Tensor) -> NDArray[np.float64]:
@@ -40,9 +43,11 @@ def host_matrix(gramian: Tensor) -> NDArray[np.float64]:
     if not np.isfinite(M).all():
         bad = np.flatnonzero(~np.isfinite(diagonal))
         tasks = bad if len(bad) else np.flatnonzero(~np.isfinite(M).all(axis=1))
-        raise ValueError(f"the Gramian is not finite (NaN or inf): look at the gradient of task(s) {tasks.tolist()}")
+        raise ValueError(f"gramian: expected finite entries, got NaN or inf: not finite are the gradients of task(s) "
+                         f"{tasks.tolist()}")  # fmt: skip
     if diagonal.min() < 0:
-        raise ValueError(f"not a Gramian: the diagonal entry of task {int(diagonal.argmin())} is {diagonal.min():g}")
+        i = int(diagonal.argmin())
+        raise ValueError(f"gramian: expected squared norms >= 0, got the diagonal entry of task {i}: {diagonal[i]:g}")
     kind = torch.finfo(gramian.dtype)
     # Of a square that underflows, the entries beside it tell more than is left of it.
     norms = np.sqrt(diagonal + kind.tiny)
@@ -51,11 +56,14 @@ def host_matrix(gramian: Tensor) -> NDArray[np.float64]:
     asymmetry = np.abs(M - M.T)
     excess = np.abs(M) - bound
     if (asymmetry > slack).any():
-        raise ValueError("not a Gramian: the matrix is not symmetric")
+        i, j = divmod(int((asymmetry - slack).argmax()), len(M))
+        raise ValueError(f"gramian: expected a symmetric matrix, got one that is not symmetric: M[{i}, {j}] = "
+                         f"{M[i, j]:g}, M[{j}, {i}] = {M[j, i]:g}")  # fmt: skip
     if (excess > slack).any():
-        i, j = np.unravel_index(int((excess - slack).argmax()), M.shape)
+        i, j = divmod(int((excess - slack).argmax()), len(M))
         raise ValueError(
-            f"not a Gramian: |M[{i}, {j}]| = {abs(M[i, j]):g} exceeds the product of norms {bound[i, j]:g}"
+            f"gramian: expected |M[{i}, {j}]| <= sqrt(M[{i}, {i}] M[{j}, {j}]), got {abs(M[i, j]):g}, which exceeds "
+            f"the product of norms {bound[i, j]:g}"
         )
     M = np.asarray((M + M.T) / 2)
     lost = diagonal < 100 * kind.tiny * kind.eps
@@ -65,21 +73,23 @@ def host_matrix(gramian: Tensor) -> NDArray[np.float64]:
 
 
 def checked_weights(weights: Any, gramian: Tensor, name: str) -> Tensor:
-    """A detached copy of ``weights`` [K] in M's dtype and on its device; ``name`` says who made them.
+    """A detached copy of ``weights`` [K] in M's dtype and on its device. ``name`` says whose they are, in errors.
 
     Raises:
         TypeError: not a real tensor.
         ValueError: not of shape [K], or not finite.
     """
     if not isinstance(weights, Tensor) or weights.is_complex():
-        raise TypeError(f"{name} must return a real tensor of weights [K], got {type(weights).__name__}")
+        got = "a complex tensor" if isinstance(weights, Tensor) else type(weights).__name__
+        raise TypeError(f"{name}: expected a real tensor of weights [K], got {got}")
     num_tasks = gramian.shape[0]
     if weights.shape != (num_tasks,):
-        raise ValueError(f"{name} must return weights of shape [{num_tasks}], got {list(weights.shape)}")
+        raise ValueError(f"{name}: expected weights of shape [{num_tasks}], got {list(weights.shape)}")
     weights = weights.detach()
     if not bool(torch.isfinite(weights).all()):
         bad = torch.nonzero(~torch.isfinite(weights)).flatten().tolist()
-        raise ValueError(f"{name} returned weights that are not finite for task(s) {bad}: {weights.tolist()}")
+        raise ValueError(f"{name}: expected finite weights, got weights that are not finite for task(s) {bad}: "
+                         f"{weights.tolist()}")  # fmt: skip
     checked: Tensor = weights.to(gramian.device, gramian.dtype, copy=True)
     return checked
 
@@ -90,7 +100,25 @@ def check_positive(losses: Tensor, names: Sequence[str], who: str, why: str, whe
     negative = [i for i, value in enumerate(values) if value < 0]
     if negative:
         i = negative[0]
-        raise ValueError(f"{who} {why}: expected numbers >= 0,{when} got {values[i]:g} for task {names[i]!r}")
+        raise ValueError(
+            f"losses: {who} expected numbers >= 0,{when} got {values[i]:g} for task {names[i]!r}: it {why}"
+        )
+
+
+def numbers_of_tasks(name: str, given: Any) -> dict[str, float] | tuple[float, ...]:
+    """Finite numbers, by task name or in the order of the tasks, as a copy that later changes do not reach.
+
+    Raises:
+        ValueError: neither a mapping nor a sequence, or an entry that is not a finite number.
+    """
+    by_name = isinstance(given, Mapping)
+    if isinstance(given, str) or not (by_name or isinstance(given, Sequence)):
+        raise ValueError(f"{name}: expected numbers in the order of the tasks, or task name -> number, got {given!r}")
+    values = list(given.values() if by_name else given)
+    if not all(is_number(value) and math.isfinite(value) for value in values):
+        raise ValueError(f"{name}: expected finite numbers, one per task, got {given!r}")
+    numbers = tuple(float(value) for value in values)
+    return dict(zip(map(str, given), numbers, strict=True)) if by_name else numbers
 
 
 def as_tensor(w: Tensor, like: Tensor) -> Tensor:

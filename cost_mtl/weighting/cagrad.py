@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from cost_mtl._validation import finite, one_of
 from cost_mtl.weighting._solvers.interior import InteriorPoint, solve_ball
 from cost_mtl.weighting._solvers.matrix import Array, add_diagonal
 from cost_mtl.weighting._solvers.nonnegative import hull_distance
@@ -62,6 +63,13 @@ class CAGrad(SolvedWeighting):
 
     Raises:
         ValueError: a setting is out of range.
+
+    Example:
+        >>> M = torch.tensor([[1.0, -0.5], [-0.5, 4.0]], dtype=torch.float64)  # Gramian of two tasks in conflict
+        >>> CAGrad(c=0.0, rescale=0)(M)  # the mean gradient, times K
+        tensor([1., 1.], dtype=torch.float64)
+        >>> bool((M @ CAGrad(c=0.4)(M) > 0).all())  # no loss rises
+        True
     """
 
     c: float = 0.4
@@ -69,10 +77,8 @@ class CAGrad(SolvedWeighting):
     scale: Scale = field(default="tasks", kw_only=True)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.c) and self.c >= 0):
-            raise ValueError(f"c must be finite and >= 0, got {self.c!r}")
-        if self.rescale not in (0, 1, 2):
-            raise ValueError(f"rescale must be 0, 1 or 2, got {self.rescale!r}")
+        finite("c", self.c, least=0)
+        one_of("rescale", self.rescale, (0, 1, 2))
         super().__post_init__()
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cost_mtl._validation import at_least
+from cost_mtl._validation import at_least, finite
 from cost_mtl.base import State, Weighed, WeightingInputs
 from cost_mtl.weighting._state import numbers_by_task, refuse_state, same_keys, vector
 
@@ -35,6 +34,14 @@ class DWA:
 
     Raises:
         ValueError: a setting is out of range.
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> weighting = DWA(steps_per_epoch=100)
+        >>> losses, G = torch.tensor([1.0, 4.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0]])
+        >>> inputs = WeightingInputs(cost_mtl.gramian(G), losses, G, step=0)
+        >>> weighting.weigh(inputs, weighting.initial_state(2)).weights  # ones in the first two epochs
+        tensor([1., 1.])
     """
 
     steps_per_epoch: int
@@ -45,8 +52,7 @@ class DWA:
 
     def __post_init__(self) -> None:
         at_least("steps_per_epoch", self.steps_per_epoch, 1)
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature: expected a finite number > 0, got {self.temperature!r}")
+        finite("temperature", self.temperature, above=0)
 
     def initial_state(self, num_tasks: int) -> State:
         return {"epoch": 0, "total": {}, "count": {}, "last": {}, "before_last": {}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cost_mtl.base import State, Weighed, WeightingInputs
+from cost_mtl.weighting._checks import numbers_of_tasks
 
 __all__ = ["EqualWeighting"]
 
@@ -31,6 +31,13 @@ class EqualWeighting:
     Raises:
         ValueError: a weight is negative or not finite; in the first step that shows it, their number is not K, or a
             task has none.
+
+    Example:
+        >>> EqualWeighting()(torch.eye(3))
+        tensor([1., 1., 1.])
+        >>> EqualWeighting([1.0, 0.5])(torch.eye(2))
+        tensor([1.0000, 0.5000])
+        >>> by_name = EqualWeighting({"seg": 1.0, "depth": 0.1})  # for a closure that returns a mapping
     """
 
     weights: Mapping[str, float] | Sequence[float] | None = None
@@ -41,17 +48,11 @@ class EqualWeighting:
     def __post_init__(self) -> None:
         if self.weights is None:
             return
-        if isinstance(self.weights, str) or not isinstance(self.weights, Mapping | Sequence):
-            raise ValueError(f"weights: expected numbers in the order of the tasks, or task name -> number, "
-                             f"got {self.weights!r}")  # fmt: skip
-        by_name = isinstance(self.weights, Mapping)
-        values = list(self.weights.values() if isinstance(self.weights, Mapping) else self.weights)
-        if not values or any(not _is_number(w) or not math.isfinite(w) or w < 0 for w in values):
+        numbers = numbers_of_tasks("weights", self.weights)
+        values = list(numbers.values() if isinstance(numbers, Mapping) else numbers)
+        if not values or min(values) < 0:
             raise ValueError(f"weights: expected finite numbers >= 0, one per task, got {self.weights!r}")
-        numbers = [float(w) for w in values]
-        object.__setattr__(
-            self, "weights", dict(zip(self.weights, numbers, strict=True)) if by_name else tuple(numbers)
-        )
+        object.__setattr__(self, "weights", numbers)
 
     def __call__(self, gramian: Tensor) -> Tensor:
         """Weights [K] for the Gramian [K, K], of which only the shape, dtype and device are looked at.
@@ -93,7 +94,3 @@ class EqualWeighting:
                                           "as a mapping" if fewer else "")
             )  # fmt: skip
         return [self.weights[place] for place in inputs.places]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from cost_mtl._validation import is_number
 from cost_mtl.weighting._solvers.fairness import RIDGE, solve_fairness
 from cost_mtl.weighting._solvers.problem import STATIONARY, Answer, Problem, SolvedWeighting
 from cost_mtl.weighting.mgda import min_norm
@@ -60,16 +61,25 @@ class FairGrad(SolvedWeighting):
 
     Raises:
         ValueError: a setting is out of range.
+
+    Example:
+        >>> M = torch.tensor([[1.0, -0.5], [-0.5, 4.0]], dtype=torch.float64)  # Gramian of two tasks in conflict
+        >>> w = FairGrad(alpha=2.0)(M)
+        >>> torch.allclose(M @ w, w**-0.5)
+        True
+        >>> round(float(FairGrad(alpha=2.0, scale="mean")(M).sum()), 6)
+        1.0
     """
 
     alpha: float = 2.0
     _keeps_rates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.alpha not in (0, math.inf) and not _SMALLEST <= self.alpha <= _LARGEST:
+        limit = is_number(self.alpha) and self.alpha in (0, math.inf)
+        if not limit and not (is_number(self.alpha) and _SMALLEST <= self.alpha <= _LARGEST):
             raise ValueError(
-                f"alpha must be 0 (linear scalarisation), {_SMALLEST} to {_LARGEST}, or inf (max-min fairness), "
-                f"got {self.alpha!r}"
+                f"alpha: expected 0 (linear scalarisation), a number from {_SMALLEST} to {_LARGEST}, or inf (max-min "
+                f"fairness), got {self.alpha!r}"
             )
         super().__post_init__()
 

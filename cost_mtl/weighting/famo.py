@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import finite
 from cost_mtl.base import State, Weighed, WeightingInputs
-from cost_mtl.weighting._checks import check_positive
+from cost_mtl.weighting._checks import check_positive, numbers_of_tasks
 from cost_mtl.weighting._state import numbers_by_task, refuse_state, same_keys, vector
 
 __all__ = ["FAMO"]
@@ -46,6 +47,14 @@ class FAMO:
     Raises:
         ValueError: a setting is out of range; in a step, before parameters move, a loss is below its bound, or was
             after the update before.
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> weighting = FAMO()
+        >>> losses, G = torch.tensor([1.0, 4.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0]])
+        >>> inputs = WeightingInputs(cost_mtl.gramian(G), losses, G, step=0)
+        >>> weighting.weigh(inputs, weighting.initial_state(2)).weights  # at first in proportion to 1 / loss
+        tensor([0.8000, 0.2000])
     """
 
     lr: float = 0.025
@@ -57,16 +66,11 @@ class FAMO:
     by_name: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name}: expected a finite number >= 0, got {value!r}")
-        if not self.epsilon > 0:
-            raise ValueError(f"epsilon: expected a number > 0, got {self.epsilon!r}")
-        if isinstance(self.min_losses, Mapping):
-            object.__setattr__(self, "min_losses", {str(k): float(b) for k, b in self.min_losses.items()})
-        elif self.min_losses is not None:
-            object.__setattr__(self, "min_losses", tuple(float(b) for b in self.min_losses))
+        finite("lr", self.lr, least=0)
+        finite("weight_decay", self.weight_decay, least=0)
+        finite("epsilon", self.epsilon, above=0)
+        if self.min_losses is not None:
+            object.__setattr__(self, "min_losses", numbers_of_tasks("min_losses", self.min_losses))
 
     def initial_state(self, num_tasks: int) -> State:
         return {"tasks": {}, "names": [], "losses": None, "after": None}

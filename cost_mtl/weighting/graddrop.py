@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import integer, share
 from cost_mtl.base import State, Weighed, WeightingInputs
 from cost_mtl.weighting._keyed import keyed_generator
 
@@ -29,15 +30,23 @@ class GradDrop:
         seed: of the draws.
 
     Raises:
-        ValueError: ``leak`` is not in [0, 1].
+        ValueError: ``leak`` is not in [0, 1], or ``seed`` is not an integer.
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> weighting = GradDrop()
+        >>> losses, G = torch.tensor([1.0, 4.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0]])
+        >>> inputs = WeightingInputs(cost_mtl.gramian(G), losses, G, step=0)
+        >>> weighting.weigh(inputs, weighting.initial_state(2)).direction[0]  # both entries of this column are positive
+        tensor(4.)
     """
 
     leak: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.leak <= 1:
-            raise ValueError(f"leak must be in [0, 1], got {self.leak!r}")
+        share("leak", self.leak, zero=True)
+        integer("seed", self.seed)
 
     def initial_state(self, num_tasks: int) -> State:
         return {}

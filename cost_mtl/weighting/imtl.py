@@ -40,6 +40,12 @@ class IMTLG(SolvedWeighting):
             ``"project"``: a length of d for which the learning rate of the plain sum keeps working
             (docs/default_scale.md).
         max_norm: bound on ||G^T w||, None for none.
+
+    Example:
+        >>> M = torch.tensor([[1.0, -0.5], [-0.5, 4.0]], dtype=torch.float64)  # Gramian of two tasks in conflict
+        >>> w = IMTLG()(M)
+        >>> (M @ w) / M.diagonal().sqrt()  # the same projection on every gradient
+        tensor([0.5000, 0.5000], dtype=torch.float64)
     """
 
     _sums_to_one: ClassVar[bool] = True

@@ -63,6 +63,11 @@ class MGDA(SolvedWeighting):
             ``"project"``: a length of d for which the learning rate of the plain sum keeps working
             (docs/default_scale.md).
         max_norm: bound on ||G^T w||, None for none.
+
+    Example:
+        >>> M = torch.tensor([[1.0, -0.5], [-0.5, 4.0]], dtype=torch.float64)  # Gramian of two tasks in conflict
+        >>> MGDA()(M)
+        tensor([0.7500, 0.2500], dtype=torch.float64)
     """
 
     _sums_to_one: ClassVar[bool] = True

@@ -32,6 +32,12 @@ class NashMTL(SolvedWeighting):
 
     Raises:
         ValueError: a setting is out of range.
+
+    Example:
+        >>> M = torch.tensor([[1.0, -0.5], [-0.5, 4.0]], dtype=torch.float64)  # Gramian of two tasks in conflict
+        >>> w = NashMTL()(M)
+        >>> torch.allclose(M @ w, 1 / w)
+        True
     """
 
     _keeps_rates: ClassVar[bool] = True

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cost_mtl._validation import integer, one_of
 from cost_mtl.base import State, Weighed, WeightingInputs
 from cost_mtl.weighting._keyed import keyed_generator
 
@@ -29,7 +30,13 @@ class PCGrad:
         seed: of the orders.
 
     Raises:
-        ValueError: ``scale`` does not exist.
+        ValueError: there is no such ``scale``, or ``seed`` is not an integer.
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> inputs = WeightingInputs(torch.tensor([[1.0, -1.0], [-1.0, 4.0]]), torch.ones(2), torch.ones(2, 5), step=0)
+        >>> PCGrad().weigh(inputs, {}).weights
+        tensor([2.0000, 1.2500])
     """
 
     scale: str = "sum"
@@ -39,8 +46,8 @@ class PCGrad:
     by_name: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.scale not in ("sum", "mean"):
-            raise ValueError(f'scale must be "sum" or "mean", got {self.scale!r}')
+        one_of("scale", self.scale, ("sum", "mean"))
+        integer("seed", self.seed)
 
     def initial_state(self, num_tasks: int) -> State:
         return {}

@@ -1,4 +1,4 @@
-"""From whatever a user hands to ``COST(weighting=...)`` to the one shape that COST calls."""
+"""Turns what the user gives as ``COST(weighting=...)`` into the one interface that COST calls."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def resolve(weighting: Any) -> StatefulWeighting:
     Args:
         weighting: a ``StatefulWeighting`` (returned as it is), a ``SolvingWeighting``, any function of the Gramian, or
             a torchjd Weighting of Gramians. The last three get an adapter that checks each answer (a finite tensor
-            [K]), copies it (some functions return a tensor that
-            they go on using) and, for torchjd's stateful weightings, keeps their memory in the state, so that COST
-            saves it, and starts them afresh when K changes.
+            [K]), copies it (some functions write into the tensor
+            that they returned) and, for torchjd's stateful weightings, keeps their memory in the state, so that COST
+            saves it, and resets them when K changes.
 
     Raises:
         TypeError: ``weighting`` is a class, a name, not callable, a torchjd Aggregator or Scalarizer, or a torchjd
-            Weighting of Jacobians (which would return a wrong [K] vector without a word).
+            Weighting of Jacobians (which would silently return wrong weights [K]).
     """
     if inspect.isclass(weighting):
         raise TypeError(
-            f"weighting must be an instance, got the class {weighting.__name__}: write {weighting.__name__}()"
+            f"weighting: expected an object, got the class {weighting.__name__}: write {weighting.__name__}()"
         )
     if isinstance(weighting, str):
-        raise TypeError(f"weighting must be an object, not a name, got {weighting!r}: for example cost_mtl.FairGrad()")
+        raise TypeError(f"weighting: expected an object, got the name {weighting!r}: write cost_mtl.FairGrad(), say")
     if isinstance(weighting, StatefulWeighting):
         return weighting
     if torchjd_adapter.is_torchjd(weighting):
@@ -46,8 +46,8 @@ def resolve(weighting: Any) -> StatefulWeighting:
     if callable(weighting):
         return _Function(weighting)
     raise TypeError(
-        f"weighting must be a callable gramian [K, K] -> weights [K] or a StatefulWeighting, "
-        f"got {type(weighting).__name__}; for the plain sum: cost_mtl.EqualWeighting()"
+        f"weighting: expected a callable gramian [K, K] -> weights [K] or a StatefulWeighting, "
+        f"got {type(weighting).__name__}: for the plain sum write cost_mtl.EqualWeighting()"
     )
 
 
@@ -79,7 +79,7 @@ class _Solving:
         return {}
 
     def weigh(self, inputs: WeightingInputs, state: State) -> Weighed:
-        told: dict[str, Any] = {"noise": inputs.noise} if self.takes_noise else {}
-        solution = self.weighting.solve(inputs.gramian, **told)
+        options: dict[str, Any] = {"noise": inputs.noise} if self.takes_noise else {}
+        solution = self.weighting.solve(inputs.gramian, **options)
         weights = checked_weights(solution.weights, inputs.gramian, f"weighting {_name(self.weighting)}")
         return Weighed(weights, state, solver=solution.report)

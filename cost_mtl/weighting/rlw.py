@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from cost_mtl._validation import integer, one_of
 from cost_mtl.base import State, Weighed, WeightingInputs
 from cost_mtl.weighting._keyed import keyed_generator
 
@@ -15,7 +16,7 @@ __all__ = ["RLW"]
 
 @dataclass(frozen=True)
 class RLW:
-    """Random loss weighting (Lin et al., TMLR 2022, arXiv 2111.10603, Algorithm 2): weights drawn anew in every step.
+    """Random loss weighting (Lin et al., TMLR 2022, arXiv 2111.10603, Algorithm 2): new weights in every step.
 
     Stateless: the draw depends on ``seed`` and the number of the step only, so that a resumed run goes on as it would
     have, and no global random stream is touched.
@@ -27,7 +28,15 @@ class RLW:
         seed: of the draws.
 
     Raises:
-        ValueError: a setting does not exist.
+        ValueError: a setting is not one of those above.
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> weighting = RLW()
+        >>> losses, G = torch.tensor([1.0, 4.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0]])
+        >>> inputs = WeightingInputs(cost_mtl.gramian(G), losses, G, step=0)
+        >>> weighting.weigh(inputs, weighting.initial_state(2)).weights.sum()
+        tensor(1.)
     """
 
     distribution: Literal["normal", "dirichlet"] = "normal"
@@ -38,10 +47,9 @@ class RLW:
     by_name: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.distribution not in ("normal", "dirichlet"):
-            raise ValueError(f'distribution must be "normal" or "dirichlet", got {self.distribution!r}')
-        if self.scale not in ("mean", "sum"):
-            raise ValueError(f'scale must be "mean" or "sum", got {self.scale!r}')
+        one_of("distribution", self.distribution, ("normal", "dirichlet"))
+        one_of("scale", self.scale, ("mean", "sum"))
+        integer("seed", self.seed)
 
     def initial_state(self, num_tasks: int) -> State:
         return {}

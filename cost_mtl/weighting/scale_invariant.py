@@ -22,6 +22,14 @@ class ScaleInvariant:
 
     Raises:
         ValueError: in a step, before parameters move: a loss is negative.
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> weighting = ScaleInvariant()
+        >>> losses, G = torch.tensor([1.0, 4.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0]])
+        >>> inputs = WeightingInputs(cost_mtl.gramian(G), losses, G, step=0)
+        >>> weighting.weigh(inputs, weighting.initial_state(2)).weights
+        tensor([1.0000, 0.2500])
     """
 
     needs: ClassVar[str] = "gramian"

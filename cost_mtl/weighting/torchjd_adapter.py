@@ -48,16 +48,20 @@ def refuse_unless_of_gramians(obj: Any) -> None:
     """Raises TypeError, with what to pass instead, for everything but a torchjd Weighting of Gramians."""
     name = type(obj).__name__
     if _is_a(obj, "torchjd.aggregation", "Aggregator"):
-        raise TypeError(f"{name} is a torchjd Aggregator, which maps a Jacobian to a gradient; {_instead(obj)}")
+        raise TypeError(
+            f"weighting: expected a weighting of Gramians, got {name}, a torchjd Aggregator, which maps a "
+            f"Jacobian to a gradient: {_instead(obj)}"
+        )
     if _is_a(obj, "torchjd.scalarization", "Scalarizer"):
         ours = _OURS.get(name)
         raise TypeError(
-            f"{name} is a torchjd Scalarizer, which maps losses to one loss; "
+            f"weighting: expected a weighting of Gramians, got {name}, a torchjd Scalarizer, which maps losses to one: "
             + (f"pass {ours} instead" if ours else "pass a weighting of Gramians instead")
         )
     if not _takes_gramian(obj):
         raise TypeError(
-            f"{name} is a torchjd Weighting of Jacobians: from a Gramian it would return wrong weights; {_instead(obj)}"
+            f"weighting: expected a weighting of Gramians, got {name}, a torchjd Weighting of Jacobians, which would "
+            f"return wrong weights from a Gramian: {_instead(obj)}"
         )
 
 
@@ -125,7 +129,7 @@ class TorchJDWeighting:
 
     Where it is stateful (GradVac, PCD, CR-MOGM), its memory, that is every field that differs from a freshly reset
     object, moves into the state after each call and back before the next: two optimizers may share the object, a
-    checkpoint holds it, and another K starts afresh.
+    checkpoint holds it, and another K resets it.
     """
 
     weighting: nn.Module
@@ -147,7 +151,7 @@ class TorchJDWeighting:
         self.weighting.reset()  # type: ignore[operator]
         blank = _fields(self.weighting)
         if not fresh:
-            # A checkpoint may have been loaded onto a GPU; M, which the memory meets, is where it is.
+            # A checkpoint may have been loaded onto a GPU, but M is on the host.
             memory = {key: _copied(value) for key, value in state["memory"].items()}
             on_device = {k: v.to(gramian.device) if isinstance(v, Tensor) else v for k, v in memory.items()}
             _restore(self.weighting, on_device)

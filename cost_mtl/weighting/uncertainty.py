@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from cost_mtl._validation import at_least
+from cost_mtl._validation import at_least, finite
 from cost_mtl.base import State, Weighed, WeightingInputs
 from cost_mtl.weighting._checks import check_positive
 
@@ -36,8 +36,19 @@ class Uncertainty(nn.Module):
         num_tasks: K, of all tasks.
         log_variance: the value that every s_i starts from. 0 (default): sigma = 1, equal weights; MTAN's scripts: -0.5.
 
+    Raises:
+        ValueError: ``num_tasks`` is not an integer >= 1, or ``log_variance`` is not a finite number.
+
     Attributes:
         log_variances: the parameter s [K].
+
+    Example:
+        >>> from cost_mtl.base import WeightingInputs
+        >>> weighting = Uncertainty(num_tasks=2)
+        >>> losses, G = torch.tensor([1.0, 4.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0]])
+        >>> inputs = WeightingInputs(cost_mtl.gramian(G), losses, G, step=0)
+        >>> weighting.weigh(inputs, weighting.initial_state(2)).weights
+        tensor([0.5000, 0.5000])
     """
 
     needs: ClassVar[str] = "gramian"
@@ -46,6 +57,7 @@ class Uncertainty(nn.Module):
     def __init__(self, num_tasks: int, log_variance: float = 0.0) -> None:
         super().__init__()
         at_least("num_tasks", num_tasks, 1)
+        finite("log_variance", log_variance)
         self.log_variances = nn.Parameter(torch.full((num_tasks,), float(log_variance)))
 
     def initial_state(self, num_tasks: int) -> State:
@@ -60,7 +72,7 @@ class Uncertainty(nn.Module):
         """
         s, known = self.log_variances, len(inputs.known)
         if known > len(s) or (known < len(s) and not inputs.named):
-            raise ValueError(f"num_tasks: Uncertainty was made for {len(s)} tasks, but there are {known} losses")
+            raise ValueError(f"num_tasks: expected the number of losses, {known}, got {len(s)}: make a new Uncertainty")
         why = "takes each loss for a squared error, which has no variance to learn where it is negative"
         check_positive(inputs.losses, inputs.names, "Uncertainty", why)
         at = torch.tensor(inputs.places, device=s.device)

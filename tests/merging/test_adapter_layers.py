@@ -111,7 +111,8 @@ def test_a_square_weight_that_may_be_either_is_refused(tmp_path):
     model = adapted(base, target_modules=["c_proj", "square"])
     model.save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match=r"finetuned: fan_in_fan_out: the square weight '.*' may be .*pass the base as"
+        ValueError,
+        match=r"finetuned: expected a base whose layers are known, got the square weight '.*pass the base as",
     ):
         TaskVector(base.state_dict(), tmp_path)
     is_peft_merge(base.state_dict(), model, model)  # a live model's layers say it
@@ -137,7 +138,7 @@ def test_a_base_on_disk_is_asked_through_its_configuration(gpt2, tmp_path):
     for key, value in merged.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
     (tmp_path / "base" / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"fan_in_fan_out: .*can't build|fan_in_fan_out: .*names no architecture"):
+    with pytest.raises(ValueError, match=r"fan_in_fan_out .*can't build|fan_in_fan_out .*names no architecture"):
         TaskVector(tmp_path / "base", tmp_path / "adapter")
 
 
@@ -251,7 +252,7 @@ STATES = {
         elsewhere,
         r"the active adapter 'default' at every layer, got \['other'\] at 'square'",
     ),
-    "trained beside it": (unfrozen, r"'norm\.weight' is trainable, but is no part of the adapter"),
+    "trained beside it": (unfrozen, r"got 'norm\.weight' outside of it"),
 }
 
 
@@ -269,7 +270,10 @@ KINDS = {
     "DoRA": ({"target_modules": ["square"], "use_dora": True}, "use_dora"),
     "tokens": ({"target_modules": ["square"], "trainable_token_indices": {"embed": [1]}}, "trainable_token_indices"),
     "parameters": ({"target_modules": [], "target_parameters": ["square.weight"]}, "target_parameters"),
-    "bias of a factor": ({"target_modules": ["square"], "lora_bias": True}, "lora_B.bias' is not understood"),
+    "bias of a factor": (
+        {"target_modules": ["square"], "lora_bias": True},
+        "expected tensors of a plain LoRA, got .*lora_B.bias'",
+    ),
     "attention": ({"target_modules": ["attention"]}, "MultiheadAttention"),
     "statistics": (
         {"target_modules": ["square"], "modules_to_save": ["norm"]},
@@ -300,7 +304,7 @@ def test_replicated_layers_are_refused(tmp_path):
     model = adapted(base, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
     model.save_pretrained(tmp_path)
     for adapter in (model, tmp_path):
-        with pytest.raises(ValueError, match=r"uses layer_replication.*merge_and_unload"):
+        with pytest.raises(ValueError, match=r"got one with layer_replication.*merge_and_unload"):
             TaskVector(base, adapter)
 
 

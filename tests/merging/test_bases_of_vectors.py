@@ -110,7 +110,7 @@ def test_wrong_settings(rows):
         TaskVectorBasis.fit(vectors, 6)
     with pytest.raises(ValueError, match="size: expected 1 to 0"):
         TaskVectorBasis.fit([], 1)
-    with pytest.raises(ValueError, match='method: expected "softmax" or "pca"'):
+    with pytest.raises(ValueError, match="method: expected one of 'softmax', 'pca'"):
         TaskVectorBasis.fit(vectors, 2, "ica")
     with pytest.raises(ValueError, match="at least one that is not zero"):
         TaskVectorBasis.fit(vectors_of(torch.zeros(2, 40)), 1)

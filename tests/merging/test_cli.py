@@ -107,10 +107,10 @@ WRONG = {
         "x.safetensors",
         "--density: expected --method ties or dare, got task_arithmetic",
     ),
-    "pattern": (["--exclude", "zzz*"], "x.safetensors", "matches no key"),
-    "folder": ([], "no/such/x.safetensors", "does not exist"),
-    "existing": ([], "one.safetensors", "exists"),
-    "overflow": (["--scale", "1e30", "--dtype", "float16"], "x.safetensors", "not finite in torch.float16"),
+    "pattern": (["--exclude", "zzz*"], "x.safetensors", "expected patterns that match a key"),
+    "folder": ([], "no/such/x.safetensors", "expected an existing folder"),
+    "existing": ([], "one.safetensors", "expected a path that does not exist"),
+    "overflow": (["--scale", "1e30", "--dtype", "float16"], "x.safetensors", "NaN or infinity in torch.float16"),
 }
 
 

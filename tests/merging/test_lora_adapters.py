@@ -143,14 +143,20 @@ def test_half_precision_factors_are_multiplied_in_float32():
 
 
 REFUSED = {
-    "DoRA": (peft.LoraConfig(target_modules=["first"], use_dora=True), "uses use_dora"),
-    "PiSSA": (peft.LoraConfig(target_modules=["first"], init_lora_weights="pissa"), "'pissa', which changed the base"),
+    "DoRA": (peft.LoraConfig(target_modules=["first"], use_dora=True), "got one with use_dora"),
+    "PiSSA": (
+        peft.LoraConfig(target_modules=["first"], init_lora_weights="pissa"),
+        "keeps the base's weights, got 'pissa'",
+    ),
     "another method": (
         peft.IA3Config(target_modules=["first"], feedforward_modules=[]),
         "expected a LoRA adapter, got IA3",
     ),
     "LoHa": (peft.LoHaConfig(target_modules=["first"]), "expected a LoRA adapter, got LOHA"),
-    "bias of a factor": (peft.LoraConfig(target_modules=["first"], lora_bias=True), "lora_B.bias' is not understood"),
+    "bias of a factor": (
+        peft.LoraConfig(target_modules=["first"], lora_bias=True),
+        "expected tensors of a plain LoRA, got .*lora_B.bias'",
+    ),
 }
 
 
@@ -168,17 +174,19 @@ def test_grouped_convolutions_are_refused(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapter = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["0"], r=2))
-    with pytest.raises(ValueError, match=r"do not fit together|grouped convolution"):
+    with pytest.raises(ValueError, match=r"factors of one rank|grouped convolution"):
         TaskVector(model, adapter)
 
 
 def test_another_base_is_an_error(tmp_path, mlp):
     adapted(peft.LoraConfig(target_modules=["first"], r=2)).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"the adapter changes 'first\.weight', which base does not have"):
+    with pytest.raises(ValueError, match=r"got one that changes 'first\.weight', which base does not have"):
         TaskVector(mlp, tmp_path / "adapter")
     wider = net()
     wider.first = nn.Linear(6, 9)
-    with pytest.raises(ValueError, match=r"'first\.weight': the adapter's ΔW is \[8, 6\], the weight \[9, 6\]"):
+    with pytest.raises(
+        ValueError, match=r"'first\.weight': expected a ΔW of the weight's shape \[9, 6\], got \[8, 6\]"
+    ):
         TaskVector(wider, tmp_path / "adapter")
 
 
@@ -196,7 +204,7 @@ def test_a_damaged_configuration(tmp_path, content):
     adapted(peft.LoraConfig(target_modules=["first"], r=2)).save_pretrained(tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_config.json").write_text(content)
     with pytest.raises(
-        ValueError, match=r"finetuned: (.*adapter_config\.json is not readable|expected a LoRA adapter)"
+        ValueError, match=r"finetuned: (expected a readable .*adapter_config\.json|expected a LoRA adapter)"
     ):
         TaskVector(net(), tmp_path / "adapter")
 
@@ -204,5 +212,5 @@ def test_a_damaged_configuration(tmp_path, content):
 def test_exclude_applies_to_adapters(tmp_path):
     model = adapted(peft.LoraConfig(target_modules=["first", "second"], r=2))
     assert list(TaskVector(net(), model, exclude=["second.*"]).blocks) == ["first.weight"]
-    with pytest.raises(ValueError, match="changes no weight"):
+    with pytest.raises(ValueError, match="got one that changes none"):
         TaskVector(net(), model, exclude=["*"])

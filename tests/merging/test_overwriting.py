@@ -81,7 +81,7 @@ def test_the_current_folder_is_not_emptied(folders, tmp_path, monkeypatch, capsy
     before = snapshot(tmp_path)
     argv = ["merge", "--base", "base", "--models", "one", "--out", ".", "--overwrite", "--quiet"]
     assert main(argv) == 1
-    assert "out: . holds" in capsys.readouterr().err
+    assert "out: expected another path, got .: it holds" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path / "base")
     assert main(["merge", "--base", ".", "--models", "../one", "--out", ".", "--overwrite", "--quiet"]) == 1
     assert snapshot(tmp_path) == before
@@ -120,7 +120,7 @@ def test_single_files(tmp_path, state, which, how):
     else:
         (out.symlink_to if how == "symbolic" else out.hardlink_to)(source)
     before = snapshot(tmp_path)
-    with pytest.raises(ValueError, match=r"^out: .*which is read: expected another path"):
+    with pytest.raises(ValueError, match=r"^out: expected another path, got .*which is read"):
         merge(paths, out, overwrite=True)
     assert snapshot(tmp_path) == before
 
@@ -185,7 +185,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(folders, tmp_path, cas
     merge(paths, tmp_path / "out", overwrite=True)
     FOREIGN[case](tmp_path / "out")
     before = snapshot(tmp_path)
-    with pytest.raises(ValueError, match=r"^out: .*(nothing but a model|no model that could be replaced)"):
+    with pytest.raises(ValueError, match=r"^out: .*(nothing but a model|expected a model to replace)"):
         merge(paths, tmp_path / "out", overwrite=True)
     assert snapshot(tmp_path) == before
 
@@ -194,11 +194,11 @@ def test_a_folder_with_files_and_no_model_is_left_alone(folders, tmp_path):
     paths, _ = folders
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"^out: .* is no model that could be replaced"):
+    with pytest.raises(ValueError, match=r"^out: expected a model to replace, got "):
         merge(paths, tmp_path / "out", overwrite=True)
     (tmp_path / "out.safetensors").write_text("a plan of mine, badly named")
     save_file({"w": torch.zeros(2)}, tmp_path / "w.safetensors")
-    with pytest.raises(ValueError, match=r"^out: .* is no model that could be replaced"):
+    with pytest.raises(ValueError, match=r"^out: expected a model to replace, got "):
         merge([tmp_path / "w.safetensors", tmp_path / "w.safetensors"], tmp_path / "out.safetensors", overwrite=True)
     assert (tmp_path / "out.safetensors").read_text() == "a plan of mine, badly named"
 

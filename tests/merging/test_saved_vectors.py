@@ -38,7 +38,9 @@ def test_a_vector_in_shards(folders, tmp_path):
 def test_the_base_is_checked_on_load(folders, tmp_path):
     _, states = folders
     TaskVector(states[0], states[1]).save(tmp_path / "tau.safetensors")
-    with pytest.raises(ValueError, match=r"taken from another base than base: 3 of 3 blocks differ, 'a\.weight' first"):
+    with pytest.raises(
+        ValueError, match=r"taken from base, got one of another base: 3 of 3 blocks differ, 'a\.weight' first"
+    ):
         TaskVector.load(tmp_path / "tau.safetensors", base=states[2])
     nearly = {key: value.clone() for key, value in states[0].items()}
     nearly["b.weight"].view(-1)[-1] += 1
@@ -47,13 +49,13 @@ def test_the_base_is_checked_on_load(folders, tmp_path):
     with pytest.raises(ValueError, match="2 of 3 blocks differ"):
         TaskVector.load(tmp_path / "tau.safetensors", base={"a.bias": states[0]["a.bias"]})
     TaskVector(states[0], states[1]).without_base().save(tmp_path / "free.safetensors")
-    with pytest.raises(ValueError, match="does not know its base"):
+    with pytest.raises(ValueError, match="expected None for a vector saved after without_base"):
         TaskVector.load(tmp_path / "free.safetensors", base=states[0])
 
 
 def test_loading_something_else(tmp_path, state):
     save_file(state(0), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="holds no task vector"):
+    with pytest.raises(ValueError, match=r"expected a task vector that TaskVector\.save wrote, got "):
         TaskVector.load(tmp_path / "model.safetensors", base=None)
 
 
@@ -89,7 +91,7 @@ def test_saved_vectors_are_merged_like_models(folders, tmp_path):
     base = CheckpointSource(paths[0], "base")
     (chosen,) = open_vectors(base, [tmp_path / "tau.safetensors"], "strict", exclude=["a.*"])
     assert list(chosen.blocks) == ["b.weight"]
-    with pytest.raises(ValueError, match="taken from another base"):
+    with pytest.raises(ValueError, match="got one of another base"):
         merge([paths[1], tmp_path / "tau.safetensors"], tmp_path / "wrong")
 
 
@@ -119,5 +121,5 @@ def test_the_writer_refuses_a_tensor_that_is_not_as_announced(tmp_path):
     infos = {"w": TensorInfo((2,), torch.float32)}
     with pytest.raises(ValueError, match=r"'w': expected .*, got \[3\] in torch\.float32"):
         writer.write_safetensors(tmp_path / "x.safetensors", infos, lambda _: torch.ones(3), {})
-    with pytest.raises(ValueError, match=r"can't hold torch\.complex128"):
+    with pytest.raises(ValueError, match=r"can hold, got torch\.complex128"):
         writer.write_safetensors(tmp_path / "x", {"w": TensorInfo((2,), torch.complex128)}, lambda _: torch.ones(3), {})

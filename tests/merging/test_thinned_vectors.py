@@ -140,11 +140,11 @@ def test_thinning_a_vector_from_files_is_repeatable(tmp_path):
         (lambda t: ties([t], 1.5), "density: expected a number in"),
         (lambda t: ties([], 0.5), "at least one task vector"),
         (lambda t: ties([t, t], 0.5, [1.0]), "one for each of the 2 vectors, got 1"),
-        (lambda t: ties([t, vector([1.0, 2.0])], 0.5), "'w': the task vectors have different shapes"),
+        (lambda t: ties([t, vector([1.0, 2.0])], 0.5), "'w': expected task vectors of one shape, got "),
         (lambda t: dare(t, -0.1), "density: expected a number in"),
         (lambda t: dare(t, float("nan")), "density: expected a number in"),
-        (lambda t: breadcrumbs(t, 0.9, 0.8), "0 <= lower < upper <= 1"),
-        (lambda t: breadcrumbs(t, -0.1, 0.8), "0 <= lower < upper <= 1"),
+        (lambda t: breadcrumbs(t, 0.9, 0.8), "expected lower < upper"),
+        (lambda t: breadcrumbs(t, -0.1, 0.8), "lower: expected a number in"),
     ],
 )
 def test_wrong_settings(call, message):

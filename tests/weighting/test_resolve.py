@@ -64,9 +64,9 @@ def test_wrong_answers_are_refused_by_name():
     def lopsided(gramian):
         return torch.ones(2)
 
-    with pytest.raises(ValueError, match=r"lopsided must return weights of shape \[3\], got \[2\]"):
+    with pytest.raises(ValueError, match=r"lopsided: expected weights of shape \[3\], got \[2\]"):
         resolve(lopsided).weigh(inputs(), {})
-    with pytest.raises(TypeError, match="must return a real tensor of weights"):
+    with pytest.raises(TypeError, match="expected a real tensor of weights"):
         resolve(lambda gramian: [1.0, 1.0, 1.0]).weigh(inputs(), {})
     with pytest.raises(TypeError, match="real tensor"):
         resolve(lambda gramian: gramian.diagonal() * 1j).weigh(inputs(), {})
@@ -77,7 +77,7 @@ def test_wrong_answers_are_refused_by_name():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("fairgrad", "not a name"),
+        ("fairgrad", "expected an object, got the name 'fairgrad'"),
         (FairGrad, r"write FairGrad\(\)"),
         (3, "got int"),
         (None, "got NoneType"),

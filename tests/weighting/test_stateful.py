@@ -171,7 +171,7 @@ def test_uncertainty_gradients_are_those_of_kendalls_objective():
     assert parameter is weighting.log_variances
     torch.testing.assert_close(gradient, s.grad)
     assert parameter.grad is None  # writing it is COST's business
-    with pytest.raises(ValueError, match="3 tasks, but there are 2"):
+    with pytest.raises(ValueError, match="num_tasks: expected the number of losses, 2, got 3"):
         weighting.weigh(inputs(0, torch.ones(2), torch.eye(2)), {})
 
 
@@ -275,5 +275,5 @@ def test_famo_refuses_what_it_cannot_take_the_logarithm_of():
     ],
 )
 def test_settings_out_of_range(make):
-    with pytest.raises(ValueError, match=r"must be|: expected .* got"):
+    with pytest.raises(ValueError, match=r"^\w+: expected .* got"):
         make()

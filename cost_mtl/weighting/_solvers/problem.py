@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cost_mtl._validation import one_of, positive
+from cost_mtl._validation import finite, one_of, positive
 from cost_mtl.base import DETERMINED, Solution, SolverReport
 from cost_mtl.weighting._checks import as_tensor, host_matrix
 from cost_mtl.weighting._solvers.matrix import EPS, Array, add_diagonal
@@ -74,8 +74,8 @@ class Problem:
     def of(cls, M: Array, noise: float) -> Problem:
         """The problem for a checked Gramian [K, K].
 
-        A negative eigenvalue of the cosines proves rounding errors of its size, whatever was said of them: it is the
-        least that ``noise`` becomes, and the diagonal is raised until M is positive semidefinite.
+        A negative eigenvalue of the cosines proves rounding errors of its size, whatever the caller stated: ``noise``
+        becomes at least that large, and the diagonal is raised until M is positive semidefinite.
         """
         present = M.diagonal() > 0
         if not present.all():
@@ -132,7 +132,7 @@ class SolvedWeighting:
         max_norm: bound on ||G^T w||, which is taken from the Gramian; None for none.
 
     Raises:
-        ValueError: one of them does not exist.
+        ValueError: there is no such ``scale``, or ``max_norm`` is not a number > 0.
     """
 
     scale: Scale = "raw"
@@ -165,8 +165,8 @@ class SolvedWeighting:
             TypeError, ValueError: the Gramian is no floating-point tensor [K, K], not finite (the task is named) or no
                 Gramian; ``noise`` is negative or not finite.
         """
-        if noise is not None and not (math.isfinite(noise) and noise >= 0):
-            raise ValueError(f"noise: expected a finite number >= 0, or None, got {noise!r}")
+        if noise is not None:
+            finite("noise", noise, least=0)
         M = host_matrix(gramian)
         known = float(torch.finfo(gramian.dtype).eps)
         with np.errstate(all="ignore"):  # the solvers take overflow and 0/0 for what they are: a bad iterate
