@@ -62,12 +62,6 @@ def non_negative(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected a number >= 0, got {value!r}")
 
 
-def integer(name: str, value: object) -> None:
-    """Raises TypeError unless ``value`` is an integer (not a bool)."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-
-
 def type_name(value: object) -> str:
     """What an error calls a value by: ``"the class X"`` for a class, else the name of its type."""
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
