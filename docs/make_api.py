@@ -7,6 +7,7 @@ A test compares the page with what this would write, so that it can't fall behin
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
@@ -43,13 +44,21 @@ def signature(name: str, thing: Any) -> str:
 
 
 class _Short:
-    """A default that is an object of settings, by the name of its class."""
+    """A default that is an object of settings, by the name of its class and what differs from its own defaults."""
 
     def __init__(self, value: Any) -> None:
-        self.text = "..." if repr(value) == "<factory>" else f"{type(value).__name__}()"
+        self.text = "..." if repr(value) == "<factory>" else f"{type(value).__name__}({', '.join(_changed(value))})"
 
     def __repr__(self) -> str:
         return self.text
+
+
+def _changed(value: Any) -> Iterator[str]:
+    """The settings that are not the defaults of their class."""
+    for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+        current = getattr(value, field.name)
+        if field.default is not dataclasses.MISSING and current != field.default:
+            yield f"{field.name}={current!r}"
 
 
 def _bare(parameter: inspect.Parameter) -> inspect.Parameter:

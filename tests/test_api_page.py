@@ -33,6 +33,6 @@ def test_signatures_are_short_and_lose_no_argument():
     script = made()
     assert script.signature("CAGrad", cost_mtl.CAGrad).startswith("CAGrad(c=0.4, ")
     cost = script.signature("COST", cost_mtl.COST)
-    assert "weighting=FairGrad()" in cost
+    assert "weighting=FairGrad(scale='project')" in cost
     assert "teleporter=LoRATeleporter()" in cost
     assert script.signature("Trigger", cost_mtl.Trigger) == "Trigger"
