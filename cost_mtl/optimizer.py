@@ -528,8 +528,8 @@ class COST(OptimizerWrapper):
                                  f"{list(weighed.direction.shape)}")  # fmt: skip
             d = weighed.direction.to(G.dtype)
         else:
-            if reach.wide and self.max_norm is not None and math.isfinite(reach.shared):
-                shrunk = min(1.0, self.max_norm / reach.shared)  # what is clipped need not fit before
+            if reach.wide and self.max_norm is not None and self.max_norm < reach.shared < math.inf:
+                shrunk = self.max_norm / reach.shared  # what is clipped need not fit before
             d = direction(now, weights * shrunk if reach.wide else weighed.weights, wide=reach.wide)
         exact = not LEAST < reach.shared < MOST or (self.max_norm is not None and not LEAST < self.max_norm < MOST)
         return clip_(d, self.max_norm, now.pieces, scale=shrunk, exact=exact)
