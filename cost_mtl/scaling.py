@@ -92,6 +92,6 @@ def skip(scaler: Any, base: Optimizer) -> None:
 
 
 def _begin_again_on_failure(scaler: Any, factor: Tensor) -> undoing:
-    """What makes the scaler forget that this optimizer is unscaled, unless it is crossed out: after an exception between
+    """What makes the scaler forget that this optimizer is unscaled, unless crossed out: after an exception between
     ``unscale_`` and ``update`` (a step hook's, say) it would refuse every later step."""
     return undoing(lambda: scaler.update(new_scale=factor)).__enter__()
