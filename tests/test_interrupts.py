@@ -186,8 +186,16 @@ def tracer(on_event):
     return trace
 
 
+@pytest.fixture
+def handled_interrupt():
+    """Ctrl-C has a handler, which is what gets deferred: a process started in the background ignores the signal."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
 @pytest.mark.parametrize("teleporter", TELEPORTERS)
-def test_an_exception_at_any_bytecode(teleporter):
+def test_an_exception_at_any_bytecode(teleporter, handled_interrupt):
     """Moments that a timer seldom meets: between a context's end and the first line of its ``__exit__``, say."""
     watch, chance = Watch(teleporter), random.Random(8)
     rehearsal = Watch(teleporter).run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -62,9 +63,9 @@ class Modes:
 
 
 def _autocast_depth() -> int:
-    """How many autocast contexts are on."""
-    torch.autocast_increment_nesting()
-    return int(torch.autocast_decrement_nesting())
+    """How many autocast contexts are on. Both calls in one bytecode, so that no signal handler comes between: a count
+    that stays too high keeps autocast's cache of weights for good."""
+    return int(list(map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)))[1])
 
 
 @contextmanager

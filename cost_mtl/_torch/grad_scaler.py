@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from cost_mtl._torch.dtensor import local
 from cost_mtl._torch.param_groups import held_by
+from cost_mtl._torch.undo import undoing
 
 
 def check(scaler: Any, base: Optimizer) -> None:
@@ -66,18 +67,31 @@ def step(scaler: Any, base: Optimizer) -> None:
     if factor is None:
         base.step()
         return
+    began = _begin_again_on_failure(scaler, factor)
     for p in held_by(base):
         if p.grad is not None:
             local(p.grad).mul_(factor.to(p.grad.device, p.grad.dtype))
     scaler.unscale_(base)
     scaler.step(base)
     scaler.update()
+    began.drop()
 
 
 def skip(scaler: Any, base: Optimizer) -> None:
     """Let the scaler see an overflow, so that it lowers its factor; the base optimizer does not step."""
+    factor = scale_of(scaler, base)
+    if factor is None:
+        return
+    began = _begin_again_on_failure(scaler, factor)
     p = next(p for p in held_by(base) if p.requires_grad)
     p.grad = torch.full_like(p, float("inf"))
     scaler.unscale_(base)
     scaler.update()
     p.grad = None
+    began.drop()
+
+
+def _begin_again_on_failure(scaler: Any, factor: Tensor) -> undoing:
+    """What makes the scaler forget that this optimizer is unscaled, unless dropped: after an exception between
+    ``unscale_`` and ``update`` (a step hook's, say) it would refuse every later step."""
+    return undoing(lambda: scaler.update(new_scale=factor)).__enter__()

@@ -22,7 +22,7 @@ def atomic_path(path: Path, check: Callable[[], None]) -> Iterator[Path]:
         path: where to.
         check: raises where ``path`` must not be written to; called first, and again just before the move.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # of a loop of links it makes something that does not exist
     check()
     if path.is_dir():
         raise IsADirectoryError(f"out: expected a file, {path} is a folder")
@@ -43,7 +43,7 @@ def atomic_path(path: Path, check: Callable[[], None]) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(path: Path, check: Callable[[], None]) -> Iterator[Path]:
     """The same for a whole folder. An earlier folder is moved aside, and removed when the new one is in its place."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # of a loop of links it makes something that does not exist
     check()
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"out: expected a folder, {path} is a file")

@@ -68,7 +68,7 @@ class Destination:
             FileNotFoundError: the folder to write into does not exist.
             ValueError: the path is, lies in, or holds an input; or it is no earlier output and no other model.
         """
-        path = self.path.resolve()
+        path = Path(os.path.realpath(self.path))  # unlike resolve(), it bears a loop of links
         if path.exists() and not self.overwrite and not _is_empty_folder(path):
             raise FileExistsError(
                 f"out: expected a path that does not exist, got {self.path}: choose another one, or allow replacing it "

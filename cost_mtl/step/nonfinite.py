@@ -14,10 +14,13 @@ from cost_mtl.step.host_read import HostRead
 
 
 def bad_tasks(now: Evaluation, host: HostRead, group: Any = None) -> list[int]:
-    """Tasks whose loss or gradient is not finite."""
+    """Tasks whose loss or gradient is not finite, or whose gradient is too long for its square to be a number (1e154 in
+    float64): nothing can be told from such a Gramian."""
     if host.finite:
         return []
     found = set(not_finite(now))
+    if not found and now.weights is None and now.layout.params:
+        found = set(torch.nonzero(~torch.isfinite(host.gramian.diagonal())).flatten().tolist())
     flags = torch.tensor([i in found for i in range(len(now.names))], dtype=torch.uint8, device=now.losses.device)
     return union(union(flags, now.pieces), group).nonzero().flatten().tolist()
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from cost_mtl._torch.dtensor import local
 from cost_mtl._torch.param_groups import held_by
+from cost_mtl.step.base_checks import odd_setting, odd_state
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -261,7 +262,15 @@ def check_base_state(state_dict: Mapping[str, Any], base: Optimizer) -> None:
         bad = [k for k, v in group.items() if isinstance(v, float) and math.isnan(v)]
         if bad:
             raise ValueError(f"state_dict['param_groups'][{i}]['{bad[0]}']: expected a number, got nan")
+    if _is_torchs(base) and len(groups) == len(base.param_groups):
+        for i, (group, own) in enumerate(zip(groups, base.param_groups, strict=True)):
+            odd = odd_setting(group, own)
+            if odd:
+                raise ValueError(f"state_dict['param_groups'][{i}]['{odd[0]}']: expected {odd[1]}, got "
+                                 f"{_describe(group[odd[0]])}")  # fmt: skip
     keys, params = [key for group in groups for key in group["params"]], held_by(base)
+    if not all(isinstance(key, int | str) for key in keys):
+        raise ValueError("state_dict['param_groups']: expected numbers (or names) of parameters in 'params'")
     if len(keys) != len(params):
         return  # torch says so
     by_key = dict(zip(keys, params, strict=True))
@@ -272,6 +281,10 @@ def check_base_state(state_dict: Mapping[str, Any], base: Optimizer) -> None:
         if not isinstance(state, dict):
             raise ValueError(f"state_dict['state'][{key!r}]: expected a dict, got {_describe(state)}")
         tensors += list(_tensors(f"state_dict['state'][{key!r}]", state, by_key[key], _is_torchs(base)))
+    for group in groups if _is_torchs(base) else ():
+        found = odd_state(states, [(key, by_key[key]) for key in group["params"]], group)
+        if found:
+            raise ValueError(f"state_dict['state'][{found[0]!r}]: {found[1]}")
     _refuse_not_finite(tensors, infinite_too=_is_torchs(base))
 
 
@@ -293,7 +306,7 @@ def _tensors(field: str, state: Mapping[Any, Any], p: Tensor, torchs: bool) -> I
 
 def _is_step(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1 and (value.device.type != "cpu" or bool(value >= 0))
+        return value.numel() == 1 and not value.is_complex() and (value.device.type != "cpu" or bool(value >= 0))
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 

@@ -130,8 +130,8 @@ def _direction(now: Evaluation, weights: Weights, reach: Reach, max_norm: float 
             raise ValueError(f"weighting: expected a direction of shape {list(G[0].shape)}, got {list(given.shape)}")
         d = given.to(G.dtype)
     else:
-        if reach.wide and max_norm is not None and math.isfinite(reach.shared):
-            shrunk = min(1.0, max_norm / reach.shared)  # what is clipped need not fit before
+        if reach.wide and max_norm is not None and max_norm < reach.shared < math.inf:
+            shrunk = max_norm / reach.shared  # what is clipped need not fit before
         w = weights.values * shrunk if reach.wide else weights.weighed.weights
         # In the place of G's first row, which nobody reads after this: another [m] would be the step's peak of memory.
         mine = G if now.share is None else now.share.of(G)
