@@ -49,15 +49,13 @@ from cost_mtl.gradients.reductions import LEAST, MOST, dot, norm, widest
 HTR = Literal["gradient", "momentum", "paper", "rollback", "keep", "reset"]
 POLICIES: tuple[HTR, ...] = ("gradient", "momentum", "paper", "rollback", "keep", "reset")
 
+NEED_DIRECTION: tuple[HTR, ...] = ("paper", "momentum")
+"""The policies that compare the move with the last step's direction, which then has to be kept ([m])."""
+
 _CORRECTED = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam")
 _SECOND_AVERAGES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 _DECOUPLED = ("AdamW", "Muon", "Adafactor")
 _SCALED = ("exp_inf", "sum", "row_var", "col_var", "variance")
-
-
-def needs_direction(policy: HTR) -> bool:
-    """Whether the policy compares the move with the last step's direction, which then has to be kept ([m])."""
-    return policy in ("paper", "momentum")
 
 
 def sigma_for(policy: HTR, *, before: Tensor, after: Tensor, delta: Tensor, direction: Tensor | None) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,45 +11,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cost_mtl import history
+from cost_mtl._step_parts import StepParts
 from cost_mtl._torch import grad_scaler
 from cost_mtl._torch.compile import keep_saved_tensors, run_untraced
-from cost_mtl._torch.dtensor import NO_TELEPORTS, is_sharded, local, reshard
+from cost_mtl._torch.dtensor import NO_TELEPORTS, is_sharded
 from cost_mtl._torch.malloc import keep_freed_memory
 from cost_mtl._torch.param_groups import all_trainable, held_by
 from cost_mtl._torch.rng import ForwardState, forward_state
-from cost_mtl._torch.undo import all_or_nothing, commit, roll_back, undo_on_failure, undoing, uninterrupted
+from cost_mtl._torch.undo import all_or_nothing, commit, undoing, uninterrupted
 from cost_mtl._torch.warn import warn
 from cost_mtl._validation import at_least, one_of, positive
-from cost_mtl._wrapper import OptimizerWrapper
-from cost_mtl.base import Closure, ObservingWeighting, StepReport, Trigger
-from cost_mtl.distributed.consistency import synchronize_
+from cost_mtl.base import Closure, ObservingWeighting, Trigger
 from cost_mtl.distributed.failures import FailTogether
 from cost_mtl.distributed.group import group_for
 from cost_mtl.history import HTR
-from cost_mtl.step.closure import Thunk, bind, run
-from cost_mtl.step.combined import Reused
-from cost_mtl.step.evaluate import Evaluation, mean_losses, measure
-from cost_mtl.step.host_read import HostRead, host_read
-from cost_mtl.step.identity import identity
+from cost_mtl.step.closure import Thunk
+from cost_mtl.step.evaluate import Evaluation
+from cost_mtl.step.host_read import host_read
 from cost_mtl.step.nonfinite import bad_tasks, complaint
-from cost_mtl.step.overflow import complaint_of_overflow, overflowing
-from cost_mtl.step.parameters import Parameters, Shared, grads_aside, resolve_shared
-from cost_mtl.step.report import settings_that_differ, skipped_report, step_report
-from cost_mtl.step.sharing import promote, reached_by_several
-from cost_mtl.step.state import Progress, name_of
-from cost_mtl.step.state_checks import Frame
-from cost_mtl.step.tasks import register_tasks
+from cost_mtl.step.parameters import Shared, grads_aside, resolve_shared
+from cost_mtl.step.report import settings_that_differ, step_report
 from cost_mtl.step.update import update
 from cost_mtl.step.warnings import (
-    warn_about_left_out,
-    warn_about_length,
-    warn_about_nothing_to_weigh,
     warn_about_rest,
     warn_about_shared,
-    warn_about_weighting,
 )
-from cost_mtl.step.weigh import Weights, is_weighed, reusable, unusual_length, unweighed, weigh
-from cost_mtl.step.write_grads import new_grads
+from cost_mtl.step.weigh import Weights, is_weighed
 from cost_mtl.teleport.base import Teleporter, TeleportReport
 from cost_mtl.teleport.controller import Attempt, TeleportController, TeleportRequest
 from cost_mtl.teleport.lora import LoRATeleporter
@@ -58,7 +44,7 @@ from cost_mtl.triggers import DominatedConflict, TeleportSchedule
 from cost_mtl.weighting import FairGrad, resolve
 
 
-class COST(OptimizerWrapper):
+class COST(StepParts):
     """Multi-task training with symmetry teleportation (Zhou et al., COST, NeurIPS 2025) around a base optimizer.
 
     ``step(closure, *batch)`` does, in this order:
@@ -169,14 +155,8 @@ class COST(OptimizerWrapper):
         keep_saved_tensors()
         if any(p.device.type == "cpu" for p in held_by(base)):
             keep_freed_memory()
-        self.last_step: StepReport | None = None
-        self.progress = Progress()
-        self._first_step = True
         self._controller = TeleportController(trigger, schedule, teleporter, seed, on_teleport)
         self._shared = resolve_shared(shared)
-        self._buffer: Tensor | None = None
-        self._spare: Tensor | None = None
-        self._weighting_checked = self._length_checked = False
         self._group = group_for(model, process_group)
         if self._shared is not None:
             warn_about_shared(self._shared, base, model)
@@ -291,22 +271,6 @@ class COST(OptimizerWrapper):
 
     # ------------------------------------------------------------------------------------------ its parts
 
-    def _parameters(self) -> Parameters:
-        return Parameters(self.model, self.base, self._shared, self.progress.shared)
-
-    def _undo_on_failure(self, parameters: Parameters, *, with_grads: bool) -> None:
-        """COST's own state and ``requires_grad`` as they are now; ``.grad`` too, or None for all."""
-        undo_on_failure(partial(setattr, self, "progress", self.progress))
-        undo_on_failure(self.progress.restoring())
-        undo_on_failure(parameters.restoring(with_grads=with_grads))
-
-    def _bind(self, closure: Any, batch: tuple[Any, ...]) -> list[Thunk]:
-        grad_scaler.refuse_outside(self)
-        scale = None if self.scaler is None else grad_scaler.scale_of(self.scaler, self.base)
-        thunks = bind(closure, batch, scale)
-        self._group = synchronize_(self.base, self.model, self.process_group, first=self._first_step)
-        return thunks
-
     def _request(
         self, thunks: Sequence[Thunk], batch: tuple[Any, ...], before: ForwardState, now: Evaluation, M: Tensor
     ) -> TeleportRequest:
@@ -325,109 +289,6 @@ class COST(OptimizerWrapper):
             self._spare,
         )
 
-    def _reuses_weights(self) -> bool:
-        return self.progress.weights is not None and self.progress.step % self.every != 0
-
-    def _evaluate(self, thunks: Sequence[Thunk], parameters: Parameters, *, in_step: bool = True) -> Evaluation:
-        """Losses and gradients. Shared parameters and tasks that are new go into ``progress``."""
-        weights, reused = self.progress.weights, None
-        if weights is not None and in_step and self._reuses_weights():
-            reused = Reused(weights, weights if self.heads == "weighted" else dict.fromkeys(weights, 1.0))
-        now = measure(thunks, self.model, parameters.layout, parameters.own, self._group, parameters=parameters,
-                      out=self._buffer, single=in_step, reused=reused, known=self.progress.names,
-                      first_step=self._first_step)  # fmt: skip
-        if now.weights is not None:
-            return now
-        if self._shared is None and len(now.names) > 1:
-            several = reached_by_several(now, list(self.model.parameters()))
-            if several:
-                self.progress.shared = sorted({*self.progress.shared, *several})
-                now = promote(now.gathered(), parameters.share(self.progress.shared))
-        elif self._first_step and self._shared is not None and len(now.names) > 1:
-            left_out = [p for p in self.model.parameters() if id(p) not in now.layout.index]
-            warn_about_left_out(self.model, [left_out[k] for k in reached_by_several(now, left_out)])
-        self._buffer = now.gradients.matrix
-        register_tasks(self.progress, self.weighting, now.names, named=now.named)
-        if self._first_step and in_step:
-            warn_about_nothing_to_weigh(len(now.names), now.layout.params)
-        return now
-
-    def _leave_out_nonfinite(
-        self, now: Evaluation, host: HostRead, parameters: Parameters, before: ForwardState | None
-    ) -> bool:
-        """Whether the step is left out since a task is not finite; a Gramian may overflow where no task has."""
-        bad = bad_tasks(now, host, self._group)
-        if bad:
-            scaled = grad_scaler.is_on(self.scaler) and bool(torch.isfinite(host.losses).all())
-            self._leave_out(now, complaint(now, bad, self.progress.step), parameters, before, scaled=scaled)
-        return bool(bad)
-
-    def _leave_out(
-        self, now: Evaluation, why: str, parameters: Parameters, before: ForwardState | None, *, scaled: bool
-    ) -> None:
-        """Nothing moves in this step: raise, or count it.
-
-        Args:
-            scaled: it may be the loss scale that is to blame.
-        """
-        parameters.clear_grads()
-        if scaled:
-            grad_scaler.skip(self.scaler, self.base)
-        elif self.on_nonfinite == "raise":
-            raise FloatingPointError(why)
-        roll_back()  # a teleport, the weighting's new state
-        if before is not None and self.on_nonfinite == "skip":
-            before.buffers.restore()  # running statistics would keep a NaN for good
-        self.progress.step += 1
-        self.progress.skipped += 1
-        self.last_step, self._first_step = skipped_report(now, self.progress.skipped), False
-
-    def _weigh(self, now: Evaluation, M: Tensor, host: HostRead) -> Weights:
-        """The weights. The weighting's new state, and weights to be reused, go into ``progress``."""
-        p = self.progress
-        if not is_weighed(now):
-            return unweighed(now, M, host, p.weighting)
-        weights = weigh(self.weighting, now, M, host, p, self._group)
-        p.weighting = weights.weighed.state
-        if self.every > 1:
-            p.weights = reusable(weights, now.names, p.weights)
-        learned = [parameter for parameter, _ in weights.weighed.parameter_grads]
-        if learned and not self._weighting_checked:
-            self._weighting_checked = True
-            warn_about_weighting(learned, self.base)
-        lengths = None if self._length_checked else unusual_length(weights, self.max_norm)
-        if lengths is not None:
-            self._length_checked = True
-            warn_about_length(*lengths)
-        return weights
-
-    def _write_grads(
-        self, now: Evaluation, host: HostRead, weights: Weights, parameters: Parameters, before: ForwardState | None
-    ) -> bool:
-        """``.grad`` of every parameter. False where it does not fit, so that the step is left out."""
-        parameters.clear_grads()
-        own = parameters.outside(now.layout)
-        new = new_grads(now, host, weights, own, heads=self.heads, max_norm=self.max_norm)
-        if new.direction is not None and history.needs_direction(self.htr) and self._controller.enabled:
-            self.progress.direction = new.direction.clone()
-        bad = [] if new.fits else overflowing(new.grads, host.scale, now, self._group)
-        if bad:
-            params = [new.grads[k][0] for k in bad]
-            why = complaint_of_overflow(now, new.reach, params, weights.values, self.model, self.progress.step)
-            self._leave_out(now, why, parameters, before, scaled=grad_scaler.is_on(self.scaler))
-            return False
-        for p, grad in new.grads:
-            p.grad = grad
-        return True
-
-    def _reuse_history(self, now: Evaluation) -> None:
-        """HTR after a teleport, with its sigma, which is used up."""
-        sigma, self.progress.sigma = self.progress.sigma, None
-        if sigma is not None:
-            if sigma < 1.0:
-                undo_on_failure(history.history_of(self.base, now.layout.params))
-            history.apply_htr_(self.base, now.layout.params, self.htr, sigma)
-
     def _finish(
         self,
         thunks: Sequence[Thunk],
@@ -445,42 +306,9 @@ class COST(OptimizerWrapper):
             skipped_total=self.progress.skipped,
         ), False  # fmt: skip
 
-    def _observe(self, weighting: ObservingWeighting, thunks: Sequence[Thunk], rows: Sequence[int]) -> None:
-        """Tell the weighting the losses after the update, of the tasks that it was told of. The evaluation does not
-        count in running statistics, and does not shift the random streams."""
-        with undoing(forward_state(self.base, self.model).restore):
-            values = [tasks.values for tasks in run(thunks, self.model)]
-        reshard(self.model)
-        losses = mean_losses(values, self._group)[list(rows)]
-        self.progress.weighting = weighting.observe(losses, self.progress.weighting)
-
     # ------------------------------------------------------------------------------------------ housekeeping
 
     def __repr__(self) -> str:
         given = {"weighting": self.weighting, "trigger": self._controller.trigger,
                  "teleporter": self._controller.teleporter}  # fmt: skip
         return ", ".join((super().__repr__()[:-1], *settings_that_differ(given, COST.__init__))) + ")"
-
-    def _extra_state(self) -> dict[str, Any]:
-        return self.progress.pack(name_of(self.weighting), identity(self.weighting))
-
-    def _read_extra(self, extra: Any) -> Progress:
-        if extra is None:
-            return Progress()
-        sizes = [local(p).numel() for p in self.model.parameters()]
-        given = None if self._shared is None else [local(p).numel() for p in self._shared]
-        progress = Progress.unpack(extra, name_of(self.weighting), Frame(sizes, given, self.weighting),
-                                   weights_of=identity(self.weighting))  # fmt: skip
-        device = held_by(self.base)[0].device
-        progress.weighting = {k: v.to(device) if isinstance(v, Tensor) and v.is_floating_point() else v
-                              for k, v in progress.weighting.items()}  # fmt: skip
-        return progress
-
-    def _adopt_extra(self, extra: Progress) -> None:
-        self.progress = extra
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._buffer = self._spare = None
-        self.last_step, self._first_step = None, True
-        self._group = group_for(self.model, self.process_group)

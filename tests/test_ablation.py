@@ -67,7 +67,7 @@ def moments(
             opt.step(problem.losses, model, *next(stream))
         batch, outcomes = next(stream), []
         for teleporter in teleporters:
-            # The memory of batches goes with the copy; the teleporter is exchanged in the driver of the copy.
+            # The memory of batches goes with the copy; the teleporter is exchanged in the controller of the copy.
             twin, optimizer = copy.deepcopy((model, opt))
             object.__setattr__(optimizer._controller, "teleporter", teleporter)
             before = torch.cat([p.detach().flatten() for p in twin.trunk.parameters()])

@@ -107,9 +107,9 @@ def collect(
         factor: every gradient is multiplied by it (1 / number of micro-batches).
         add_to: gradients of earlier micro-batches to add to (in place).
     """
-    result = add_to or TaskGradients(layout.buffer(len(tasks), out), {}, set())
-    last = max((i for i, root in enumerate(tasks.roots) if root is not None), default=-1)
     seeds = tasks.seeds(factor)
+    result = add_to or TaskGradients(layout.buffer(len(tasks.names), out), {}, set())
+    last = max((i for i, root in enumerate(tasks.roots) if root is not None), default=-1)
     with Capture(tasks, layout, own, result, adding=add_to is not None) as capture, no_autocast():
         for i, (root, seed) in enumerate(zip(tasks.roots, seeds, strict=True)):
             capture.begin(i)
@@ -133,7 +133,7 @@ class Capture:
         self.tasks, self.layout, self.result, self.adding = tasks, layout, result, adding
         self.inputs = [*layout.params, *own]
         self.sharded = sharded_among(self.inputs)
-        self.targets = [layout.views(row) for row in result.matrix] if layout.params else []
+        self.targets = layout.views_of_rows(result.matrix) if layout.params else []
         self.unscale = None if tasks.scale is None else tasks.scale.reciprocal()
 
         self.active = False

@@ -60,6 +60,10 @@ class Layout:
     def views(self, flat: Tensor) -> list[Tensor]:
         return [self.view(flat, k) for k in range(len(self.params))]
 
+    def views_of_rows(self, G: Tensor) -> list[list[Tensor]]:
+        """:meth:`views` of each row of G [K, m]."""
+        return [self.views(row) for row in G]
+
     def flatten(self, tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor per parameter -> one flat vector [m]."""
         flat = torch.empty(self.numel, dtype=dtype or self.dtype, device=self.device)

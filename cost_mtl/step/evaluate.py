@@ -138,7 +138,7 @@ def measure(
 
 def is_alone(tasks: TaskLosses, known: Iterable[str]) -> bool:
     """Whether there is one task, and never were others (as far as names tell)."""
-    return len(tasks) == 1 and not (tasks.named and set(known) - set(tasks.names))
+    return len(tasks.names) == 1 and not (tasks.named and set(known) - set(tasks.names))
 
 
 def _checked(

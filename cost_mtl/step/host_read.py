@@ -42,8 +42,9 @@ def host_read(now: Evaluation, group: Any = None, scale: Tensor | None = None) -
     """
     G = now.gradients.matrix
     wide = torch.float32 if G.device.type == "mps" else torch.float64
-    M = _summed(gramian(G if now.share is None else now.share.of(G), dtype=wide), now)
-    noise = gramian_noise(G)
+    M, noise = gramian(G if now.share is None else now.share.of(G), dtype=wide), gramian_noise(G)
+    if now.share is not None:
+        sum_pieces_(M, now.share.group)
     own = [grad for by_task in now.gradients.own.values() for grad in by_task.values()]
     K = len(now.losses)
     size = norm_of(own, M.device, plain=now.pieces is None).to(M.dtype).reshape(1)
@@ -70,9 +71,10 @@ def host_read(now: Evaluation, group: Any = None, scale: Tensor | None = None) -
 def read_exactly(now: Evaluation, host: HostRead, group: Any = None) -> tuple[Tensor, HostRead]:
     """The same with M from products in float64: on the device, and on the host the same numbers in all processes."""
     G = now.gradients.matrix
-    exact = broadcast_(
-        sum_pieces_(_summed(exact_gramian(G if now.share is None else now.share.of(G)), now), now.pieces), group
-    )
+    exact = exact_gramian(G if now.share is None else now.share.of(G))
+    if now.share is not None:
+        sum_pieces_(exact, now.share.group)
+    broadcast_(sum_pieces_(exact, now.pieces), group)
     M = exact.to(G.device, torch.float32 if G.device.type == "mps" else torch.float64)
     return M, replace(host, gramian=exact.cpu(), noise=gramian_noise(G, exact=True))
 
@@ -80,8 +82,3 @@ def read_exactly(now: Evaluation, host: HostRead, group: Any = None) -> tuple[Te
 def can_read_exactly(now: Evaluation, host: HostRead) -> bool:
     """Whether an exact Gramian has digits that this one does not have."""
     return host.noise > gramian_noise(now.gradients.matrix, exact=True)
-
-
-def _summed(M: Tensor, now: Evaluation) -> Tensor:
-    """The Gramian of all shares, in place of one's."""
-    return M if now.share is None else sum_pieces_(M, now.share.group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from cost_mtl.step.memory import caught, digest_of_code
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_DEPTH = 4
-"""How far down settings of settings are looked at."""
-
 _MANY = 64
-"""Longer containers, and objects with more attributes, are data: they count by their length alone."""
+"""Longer containers are data: they count by their length alone."""
+
+_MOST, _DEEPEST = 1000, 32
+"""Objects that are looked at, and how far down; what comes after them counts by its class."""
 
 
 def identity(value: Any) -> str:
@@ -28,33 +28,41 @@ def identity(value: Any) -> str:
     what a module has learned, by its shape.
     """
     kind = value if isinstance(value, FunctionType) else type(value)
-    digest = hashlib.sha256(repr(_described(value, _DEPTH)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr(_described(value, {}, 0)).encode()).hexdigest()[:16]
     return f"{kind.__module__}.{kind.__qualname__} {digest}"
 
 
-def _described(value: Any, depth: int) -> Any:
+def _described(value: Any, seen: dict[int, Any], depth: int) -> Any:
+    """A plain value in the place of any other; ``seen`` holds those that were looked at."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, type | BuiltinFunctionType):
         return value.__module__, value.__qualname__
-    if depth == 0 or (isinstance(value, list | tuple | set | frozenset | Mapping) and len(value) > _MANY):
-        return type(value).__module__, type(value).__qualname__, len(value) if isinstance(value, Sized) else None
-    below = depth - 1
-    if isinstance(value, FunctionType):
-        content = _described(caught(value), below)
-        return value.__module__, value.__qualname__, digest_of_code(value.__code__), content
-    if isinstance(value, MethodType):
-        return _described(value.__func__, below), _described(value.__self__, below)
-    if isinstance(value, partial):
-        return "partial", _described((value.func, value.args, value.keywords), below)
+    kind = type(value).__module__, type(value).__qualname__
     if isinstance(value, Tensor):
         return "tensor", tuple(value.shape), str(value.dtype)
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [_described(item, below) for item in value]
-        return type(value).__qualname__, sorted(items, key=repr) if isinstance(value, set | frozenset) else items
+    if isinstance(value, list | tuple | set | frozenset | Mapping) and len(value) > _MANY:
+        return *kind, len(value)
+    if id(value) in seen or len(seen) > _MOST or depth > _DEEPEST:
+        return kind
+    seen[id(value)] = value
+
+    def below(part: Any) -> Any:
+        return _described(part, seen, depth + 1)
+
+    if isinstance(value, set | frozenset):
+        return *kind, sorted(map(repr, map(below, value)))
+    if isinstance(value, list | tuple):
+        return *kind, [below(item) for item in value]
     if isinstance(value, Mapping):
-        return type(value).__qualname__, [(_described(k, below), _described(v, below)) for k, v in value.items()]
-    return type(value).__module__, type(value).__qualname__, _described(_attributes(value), below)
+        return *kind, [(below(key), below(item)) for key, item in value.items()]
+    if isinstance(value, FunctionType):
+        return value.__module__, value.__qualname__, digest_of_code(value.__code__), below(caught(value))
+    if isinstance(value, MethodType):
+        return below(value.__func__), below(value.__self__)
+    if isinstance(value, partial):
+        return *kind, below((value.func, value.args, value.keywords))
+    return *kind, below(_attributes(value))
 
 
 def _attributes(value: Any) -> dict[str, Any]:

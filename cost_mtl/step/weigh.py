@@ -57,7 +57,8 @@ def weigh(
         TypeError: the weighting does not return a :class:`~cost_mtl.base.Weighed`.
         ValueError: a weight is not finite.
     """
-    rows, state = rows_of(weighting, now, host), detached(progress.weighting) if progress.weighting else {}
+    rows = present_rows(now, host) if goes_by_name(weighting) else list(range(len(now.names)))
+    state = detached(progress.weighting) if progress.weighting else {}
     weighed = _weigh_rows(weighting, _inputs(weighting, now, host, rows, progress), state, rows, len(now.names))
     if _depends_on_rounding(weighed) and can_read_exactly(now, host):
         M, host = read_exactly(now, host, group)
@@ -84,11 +85,6 @@ def is_weighed(now: Evaluation) -> bool:
     """Whether the weighting is asked: tasks that share something (one alone does not), and no weights of an earlier
     step."""
     return now.weights is None and bool(now.layout.params)
-
-
-def rows_of(weighting: StatefulWeighting, now: Evaluation, host: HostRead) -> list[int]:
-    """The tasks that the weighting is told of."""
-    return present_rows(now, host) if goes_by_name(weighting) else list(range(len(now.names)))
 
 
 def present_rows(now: Evaluation, host: HostRead) -> list[int]:
