@@ -83,7 +83,7 @@ NO_SETTINGS = {
 }  # fmt: skip
 
 TELEPORT = {
-    # Held by the tests of teleports (tests/core/test_arguments.py).
+    # Held by the tests of teleports (tests/optimizer/test_arguments.py).
     cost_mtl.Acceptance, cost_mtl.LevelSet, cost_mtl.Penalty,
     cost_mtl.DenseTeleporter, cost_mtl.DifferenceTeleporter, cost_mtl.LoRATeleporter,
 }  # fmt: skip

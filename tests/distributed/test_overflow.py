@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from cost_mtl import COST
-from tests.contract import everything
 from tests.distributed.harness import assert_in_step, joined, refused, share, spawn
 from tests.distributed.test_sharding import full, sharded
 from tests.nets import losses, mlp
+from tests.optimizer.bases import everything
 
 
 def overflowing_in_the_second_step(rank, kind, policy):

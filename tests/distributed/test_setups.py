@@ -14,8 +14,8 @@ import cost_mtl
 from cost_mtl import COST, DenseTeleporter, TeleportSchedule
 from cost_mtl.distributed.consistency import communicates
 from tests.distributed.harness import assert_in_step, joined, parameters, refused, share, spawn
+from tests.distributed.test_data_parallel import train_a_share
 from tests.nets import convnet, losses, mlp
-from tests.test_distributed import train_a_share
 
 DDP_OPTIONS = {
     "plain": {},

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 import cost_mtl
 from tests.nets import data, losses, mlp
 
-TEXT = (Path(__file__).parents[1] / "docs" / "dropin.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "dropin.md").read_text(encoding="utf-8")
 
 READS = ("cpu", "tolist", "numpy")
 """Methods that copy a tensor to the host: on the CPU torch calls no operation for them."""

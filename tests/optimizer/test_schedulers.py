@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
 
-from tests.contract import BASES, build, matrices, net, train, train_plainly
+from tests.optimizer.bases import BASES, build, matrices, net, train, train_plainly
 
 SCHEDULERS = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 0.9**epoch),

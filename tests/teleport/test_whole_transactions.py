@@ -11,9 +11,9 @@ from cost_mtl import COST, DenseTeleporter, LoRATeleporter, TeleportSchedule
 from cost_mtl._torch.undo import all_or_nothing, undoing
 from cost_mtl.teleport import attempt as transaction
 from cost_mtl.teleport import controller
-from tests.contract import everything
 from tests.distributed.harness import assert_in_step, parameters, spawn
 from tests.nets import conflicting, flat, losses
+from tests.optimizer.bases import everything
 
 
 def due(model, *, step=0, lr=1e-3, groups=None, **settings):

@@ -12,8 +12,8 @@ from cost_mtl import COST, EqualWeighting, FairGrad, combine, gramian
 from cost_mtl.base import Weighed
 from cost_mtl.gradients.reductions import dot, norm
 from cost_mtl.step.write_grads import clip_
-from tests.contract import everything
 from tests.nets import data, losses, mlp
+from tests.optimizer.bases import everything
 
 
 class Linear(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cost_mtl
-from cost_mtl import precision
+from cost_mtl._torch import autocast
 from tests.nets import MultiHead, data, losses
 
 
@@ -89,7 +89,7 @@ def test_an_interrupt_at_any_bytecode_leaves_the_depth_of_autocast():
 
         sys.settrace(trace)
         try:
-            precision._autocast_depth()
+            autocast._autocast_depth()
         except FailedError:
             return True
         finally:

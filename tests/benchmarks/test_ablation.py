@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # scripts, not an installed package
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # scripts, not an installed package
 
 import ablation
 import ablation_arms

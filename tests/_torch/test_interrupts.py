@@ -1,6 +1,6 @@
 """Ctrl-C at any moment: nothing stays behind, and the run goes on as if the step had not been, or had been whole.
 
-The figure that the documentation gives comes from ``COST_INTERRUPTS=500 pytest tests/test_interrupts.py``.
+The figure that the documentation gives comes from ``COST_INTERRUPTS=500 pytest tests/_torch/test_interrupts.py``.
 """
 
 import copy

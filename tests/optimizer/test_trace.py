@@ -51,5 +51,5 @@ def test_a_plain_step_stays_in_few_files():
     assert switches <= LIMITS["switches"]
 
 
-LIMITS = {"files": 32, "switches": 95}
+LIMITS = {"files": 32, "switches": 96}
 """What a step takes today and no more: a further file, or detour, has to be worth it. It was 36 and 205."""

@@ -8,8 +8,8 @@ from torch import nn
 
 import cost_mtl
 from cost_mtl import COST, TeleportSchedule
-from tests.contract import everything, finite
 from tests.nets import MultiHead, convnet, data, losses, mlp
+from tests.optimizer.bases import everything, finite
 
 NAN, INF = float("nan"), float("inf")
 

@@ -1,6 +1,6 @@
 """COST is a ``torch.optim.Optimizer``: whatever people do with one goes on working, with every base optimizer.
 
-A new base optimizer: one row in the table in ``tests/contract.py``.
+A new base optimizer: one row in the table in ``tests/optimizer/bases.py``.
 """
 
 import copy
@@ -16,8 +16,8 @@ from torch.optim import lr_scheduler as schedulers
 import cost_mtl
 from cost_mtl import COST, EqualWeighting
 from cost_mtl._wrapper import OptimizerWrapper
-from tests.contract import BASES, batches, build, matrices, net, same, same_parameters, train, train_plainly
 from tests.nets import losses
+from tests.optimizer.bases import BASES, batches, build, matrices, net, same, same_parameters, train, train_plainly
 
 EVERY_BASE = pytest.mark.parametrize("name", BASES)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import cost_mtl
 import cost_mtl.merging
 
-SCRIPT = Path(__file__).parents[1] / "docs" / "make_api.py"
+SCRIPT = Path(__file__).parents[2] / "docs" / "make_api.py"
 
 
 def made():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # plain scripts, not an installed package
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # plain scripts, not an installed package
 
 import teleport as benchmark
 import teleport_curves as curves

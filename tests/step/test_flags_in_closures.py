@@ -9,8 +9,8 @@ from torch import nn
 
 import cost_mtl
 from cost_mtl import COST, EqualWeighting, task_gradients
-from tests.contract import everything
 from tests.nets import data, flat
+from tests.optimizer.bases import everything
 
 
 class Branches(nn.Module):

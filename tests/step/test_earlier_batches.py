@@ -15,9 +15,9 @@ import cost_mtl
 from cost_mtl import COST, DenseTeleporter, TeleportSchedule
 from cost_mtl.step.memory import fingerprint, without_closures
 from cost_mtl.step.state import Progress
-from tests.contract import everything
 from tests.distributed.harness import assert_in_step, parameters, spawn
 from tests.nets import conflicting, flat, losses, mlp
+from tests.optimizer.bases import everything
 from tests.resuming import through_a_file
 
 INF = float("inf")

@@ -10,8 +10,8 @@ from torch import nn
 
 import cost_mtl
 from cost_mtl import COST, DenseTeleporter, LoRATeleporter, TeleportSchedule
-from tests.contract import everything, finite
 from tests.nets import MultiHead, conflicting, flat, losses
+from tests.optimizer.bases import everything, finite
 
 NAN, INF = float("nan"), float("inf")
 

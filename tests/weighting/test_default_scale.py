@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # scripts, not an installed package
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # scripts, not an installed package
 
 import default_scale
 import default_scale_report as reporting
@@ -22,7 +22,7 @@ from default_scale_rules import RULES, length, scaled
 import cost_mtl
 
 FAIRGRAD = cost_mtl.FairGrad(2.0)
-DOCS = Path(__file__).parents[1] / "docs" / "default_scale.md"
+DOCS = Path(__file__).parents[2] / "docs" / "default_scale.md"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from cost_mtl import COST
 from tests.distributed.harness import spawn
 from tests.nets import flat
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own
 
 
