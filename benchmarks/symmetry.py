@@ -61,9 +61,8 @@ def chosen_rates(records: Sequence[dict[str, Any]]) -> dict[tuple[Setting, str],
         of_arm.setdefault(s.lr, []).append(score(record))
     best = {}
     for key, tried in scores.items():
-        smoke = len(tried) < len(GRID[key[0][2]])
-        whole = all(len(values) == len(TUNING_SEEDS) for values in tried.values()) and not smoke
-        if whole:
+        complete = len(tried) == len(GRID[key[0][2]]) and all(len(v) == len(TUNING_SEEDS) for v in tried.values())
+        if complete:
             best[key] = min(tried, key=lambda lr: statistics.mean(tried[lr]))
     return best
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # scripts, not an installed package
 
+import ablation
 import symmetry_moves as moves
+import symmetry_report
 from ablation_problems import MultiMNIST
 from default_scale_problems import Labels, load
 from problems import QM9
-from symmetry import GRID, TUNING_SEEDS, chosen_rates
+from symmetry import GRID, SEEDS, TUNING_SEEDS, chosen_rates
 from symmetry_run import ARMS, Settings, train
 
 import cost_mtl
@@ -182,3 +187,44 @@ def test_rates_are_chosen_for_each_arm_by_validation_data_alone() -> None:
     records[-3]["validation"] = [0.9, 0.9]
     assert chosen_rates(records) == {(setting, "plain"): GRID["adam"][1], (setting, "cosine"): GRID["adam"][-2]}
     assert chosen_rates(records[:-1]) == {(setting, "plain"): GRID["adam"][1]}  # not yet complete
+
+
+# ------------------------------------------------------------------------------------------------ the report
+
+
+def test_holm_and_the_t_test_by_hand() -> None:
+    # Holm: sorted 0.01, 0.02, 0.03, 0.5 times 4, 3, 2, 1, then made monotone.
+    assert symmetry_report.holm([0.02, 0.5, 0.01, 0.03]) == pytest.approx([0.06, 0.5, 0.04, 0.06])
+    differences = [0.3, -0.1, 0.5, 0.2, 0.6]
+    mean, error, p = symmetry_report.paired_t(differences)
+    reference = scipy.stats.ttest_1samp(differences, 0.0)
+    assert (mean, mean / error, p) == pytest.approx((0.3, reference.statistic, reference.pvalue))
+    assert symmetry_report.paired_t([0.0] * 4) == (0.0, 0.0, 1.0)
+
+
+def test_steps_until_a_loss_and_relative_change() -> None:
+    falling = [float(100 - k) for k in range(100)]
+    # The mean of steps k - 20 to k - 1 is 100 - k + 10.5: at most 60 from step 51 on (59.5).
+    assert symmetry_report.steps_until(falling, 60.0, 100) == 51
+    assert symmetry_report.steps_until(falling, -1.0, 100) == 100
+    assert symmetry_report.relative_change([1.1, 4.0], [1.0, 5.0]) == pytest.approx(-5.0)
+
+
+def planted(tmp_path: Path, gain: float, seed: int = 0) -> str:
+    """The report on records in which "balance" is better by ``gain`` than all other arms, beside noise of 1 %."""
+    rng, setting = random.Random(seed), ("yeast", "sum", "adam")
+    for kind, seeds in (("tune", TUNING_SEEDS), ("run", SEEDS)):
+        path = tmp_path / f"yeast-sum-adam-{kind}.jsonl"
+        path.unlink(missing_ok=True)
+        for arm, lr, s in product(ARMS, GRID["adam"] if kind == "tune" else GRID["adam"][:1], seeds):
+            value = (1 - (gain if arm == "balance" else 0.0)) * (1 + 0.01 * rng.gauss(0, 1))
+            curve = [value * (1.1 - 0.001 * k) for k in range(100)]
+            result = {"validation": [lr], "test": [value], "curve": curve, "moves": [], "accepted": None}
+            ablation.append(path, {"settings": vars(Settings(*setting, arm, s, lr)), **result})
+    return symmetry_report.report(tmp_path, [setting])
+
+
+def test_a_planted_gain_is_a_yes_and_none_is_a_no(tmp_path: Path) -> None:
+    assert planted(tmp_path, 0.05).endswith("Yes: yeast sum adam steps balance, yeast sum adam Δm balance.")
+    assert sum(not planted(tmp_path, 0.0, seed).endswith("Yes: nowhere.") for seed in range(20)) <= 1
+    assert "1 of 1 settings are complete" in planted(tmp_path, 0.0)
