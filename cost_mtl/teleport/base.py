@@ -187,7 +187,7 @@ class RemembersIterates(Protocol):
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare to a bool
 class TeleportReport:
-    """One attempted teleport.
+    """One attempted teleport. ``print(report)`` shows it as a short table.
 
     Attributes:
         accepted: whether the parameters were moved. If not, every bit is what it was.
@@ -206,8 +206,24 @@ class TeleportReport:
         skipped_layers: name -> why a shared layer took no part.
         objective: what the accepted move has improved, or a rejected one was meant to (see
             :class:`cost_mtl.Move`); ``"none"``: nothing.
-        length: ||delta|| / ||theta|| of the last candidate checked.
+        length: ||delta|| / ||theta|| of the last candidate checked, over the shared parameters.
         notes: remarks of the teleporter.
+        step: number of the optimizer step before which it was made, from 0; None for a report made by hand.
+        names: of the tasks [K], in the order of all of the above; empty in a report made by hand.
+
+    Example:
+        >>> one = torch.ones(2)
+        >>> report = cost_mtl.TeleportReport(
+        ...     accepted=True, reason="every loss kept, conflict objective improved", losses_before=one,
+        ...     losses_after=one * 1.001, norms_before=one, norms_after=one * 2, cosines_before=one * -0.1,
+        ...     cosines_after=one * 0.2, drift=0.001, drift_heldout=None, sigma=0.9, inner_steps=3, closure_calls=7,
+        ...     seconds=0.25, skipped_layers={}, objective="conflict", length=0.004, step=1200, names=("seg", "depth"))
+        >>> print(report)
+        teleport in step 1200 accepted: every loss kept, conflict objective improved
+        task         loss            ‖g‖             cos with the mean
+        seg             1  +0.10 %       1 →       2  -0.100 → +0.200
+        depth           1  +0.10 %       1 →       2  -0.100 → +0.200
+        loss drift 0.10 % (batches used), length 0.004 ‖θ‖, sigma 0.9, 7 closure calls, 0.25 s
     """
 
     accepted: bool
@@ -228,3 +244,37 @@ class TeleportReport:
     objective: str
     length: float
     notes: tuple[str, ...] = ()
+    step: int | None = None
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = "" if self.step is None else f" in step {self.step}"
+        verdict = "accepted" if self.accepted else "rejected"
+        names = self.names or tuple(map(str, range(len(self.losses_before))))
+        width = max(8, *map(len, names))
+        lines = [
+            f"teleport{where} {verdict}: {self.reason}",
+            f"{'task':{width}}     loss            ‖g‖             cos with the mean",
+        ]
+        lines += [f"{name:{width}} {self._row(i)}".rstrip() for i, name in enumerate(names)]
+        lines.append(self._summary())
+        if self.skipped_layers:
+            lines.append("skipped layers: " + "; ".join(f"{name} ({why})" for name, why in self.skipped_layers.items()))
+        return "\n".join([*lines, *self.notes])
+
+    def _row(self, i: int) -> str:
+        """Loss with its relative change, gradient norm and cosine of task i, before and after as far as known."""
+        loss, after = float(self.losses_before[i]), self.losses_after
+        change = "" if after is None or loss == 0 else f"{float(after[i]) / loss - 1:+.2%}".replace("%", " %")
+        pairs = ((self.norms_before, self.norms_after, "7.4g"), (self.cosines_before, self.cosines_after, "+6.3f"))
+        cells = (f"{float(a[i]):{f}}" + ("" if b is None else f" → {float(b[i]):{f}}") for a, b, f in pairs)
+        return f"{loss:8.4g} {change:>8} " + "  ".join(f"{cell:17}" for cell in cells)
+
+    def _summary(self) -> str:
+        parts = [] if self.drift is None else [f"loss drift {100 * self.drift:.2f} % (batches used)"]
+        if self.drift_heldout is not None:
+            parts.append(f"{100 * self.drift_heldout:.2f} % (held-out batch)")
+        parts.append(f"length {self.length:.2g} ‖θ‖")
+        if self.sigma is not None:
+            parts.append(f"sigma {self.sigma:.3g}")
+        return ", ".join([*parts, f"{self.closure_calls} closure calls", f"{self.seconds:.2f} s"])

@@ -168,7 +168,7 @@ class TeleportController:
             reason = f"out of memory: {error}"
             if report is None:
                 return Attempt(refusal=reason)
-            made = Attempt(replace(report, reason=reason, closure_calls=tally.calls))
+            made = Attempt(replace(report, reason=reason, closure_calls=tally.calls, **_whose(request)))
         if made.report is not None:
             self.announce(request, made.report)
         return made
@@ -241,7 +241,7 @@ class TeleportController:
                     progress.attempts += 1
                     progress.last_attempt = progress.step
                 outcome = self._run(problem, self.teleporter, request, onwards)
-                return Attempt(outcome.report, outcome.arrival)
+                return Attempt(replace(outcome.report, **_whose(request)), outcome.arrival)
             except UnusableBatchError as error:
                 self._leave_out(LeftOut(error.kind, str(error)))
                 problem = problem.without(error.batch, self._generator(progress.step))
@@ -350,6 +350,11 @@ def _movable(base: Optimizer, now: Evaluation, M: Tensor) -> tuple[Evaluation, T
         return now, M
     part = promote(now, Layout(moving))
     return part, gramian(part.gradients.matrix, dtype=M.dtype)
+
+
+def _whose(request: TeleportRequest) -> dict[str, Any]:
+    """What a report says of its step: number and names of the tasks."""
+    return {"step": request.progress.step, "names": tuple(request.now.names)}
 
 
 def _fitting(direction: Tensor | None, delta: Tensor) -> Tensor | None:
